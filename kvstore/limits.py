@@ -1,0 +1,76 @@
+"""Every bound of the system, in one place, with asserts on how the bounds relate.
+
+Sizes are bytes, times are nanoseconds unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+KiB: Final = 1024
+MiB: Final = 1024 * KiB
+GiB: Final = 1024 * MiB
+MS_NS: Final = 1_000_000
+SECOND_NS: Final = 1_000_000_000
+
+# --- keys and layout -------------------------------------------------------------------------------------------
+DIGEST_BYTES: Final = 32
+EXTRA_BYTES_MAX: Final = 64 * KiB
+CHUNK_TOKENS_MAX: Final = 65_536
+SHARDS_MAX: Final = 1_024
+PARTS_MAX: Final = 32
+LAYERS_MAX: Final = 4_096
+NAME_BYTES_MAX: Final = 1_024
+SALT_BYTES_MAX: Final = 1_024
+PAYLOAD_BYTES_MAX: Final = 64 * MiB
+CHECKSUM_BYTES_MIN: Final = 4 * KiB
+CHECKSUM_BYTES_DEFAULT: Final = 64 * KiB
+CHECKSUM_BYTES_MAX: Final = 1 * MiB
+RUN_BYTES_DEFAULT: Final = 16 * MiB
+
+# --- disk ------------------------------------------------------------------------------------------------------
+PAGE_BYTES: Final = 4 * KiB
+SEGMENT_BYTES_MIN: Final = 1 * MiB
+SEGMENT_BYTES_MAX: Final = 1 * GiB
+QUEUE_DEPTH_DEFAULT: Final = 32
+QUEUE_DEPTH_MAX: Final = 256
+DEVICE_IO_BYTES_MAX: Final = 4 * MiB
+READ_COALESCE_BYTES: Final = 1 * MiB
+
+# --- wire ------------------------------------------------------------------------------------------------------
+FRAME_BODY_BYTES_MAX: Final = 4 * MiB
+SLICE_BYTES_MAX: Final = 1 * MiB
+FRAME_PAYLOAD_BYTES_MAX: Final = 2 * MiB
+BATCH_ITEMS_MAX: Final = 65_536
+INLINE_PUT_BYTES_MAX: Final = 256 * KiB
+MANIFEST_BYTES_MAX: Final = 64 * KiB
+RANGES_PER_ITEM_MAX: Final = 4_096
+
+# --- node ------------------------------------------------------------------------------------------------------
+NAMESPACES_MAX: Final = 65_536
+CONNECTIONS_MAX: Final = 8_192
+STAGING_BYTES_DEFAULT: Final = 128 * MiB
+CACHE_BYTES_DEFAULT: Final = 1 * GiB
+READ_WINDOW_BYTES: Final = 16 * MiB
+WRITERS_PER_CLIENT_MAX: Final = 64
+WRITER_BYTES_PER_CLIENT_MAX: Final = 1 * GiB
+WRITER_TTL_NS: Final = 30 * SECOND_NS
+PIN_TTL_NS_MAX: Final = 600 * SECOND_NS
+PIN_TTL_NS_DEFAULT: Final = 30 * SECOND_NS
+PINNED_SHARE_CLIENT: Final = 0.25
+PINNED_SHARE_TARGET: Final = 0.50
+HISTORY_ENTRIES_MAX: Final = 16_384
+
+# --- client ----------------------------------------------------------------------------------------------------
+CONNECTIONS_PER_WORKER_DEFAULT: Final = 2
+CALL_DEADLINE_NS_DEFAULT: Final = 30 * SECOND_NS
+
+# --- telemetry -------------------------------------------------------------------------------------------------
+SERIES_MAX: Final = 300
+
+assert SLICE_BYTES_MAX <= FRAME_PAYLOAD_BYTES_MAX
+assert CHECKSUM_BYTES_MAX <= SLICE_BYTES_MAX, "a checksum block must fit one slice"
+assert INLINE_PUT_BYTES_MAX <= FRAME_PAYLOAD_BYTES_MAX
+assert PAYLOAD_BYTES_MAX <= SEGMENT_BYTES_MAX
+assert CHECKSUM_BYTES_MIN % PAGE_BYTES == 0
+assert BATCH_ITEMS_MAX * (DIGEST_BYTES + 16) < FRAME_BODY_BYTES_MAX, "a full batch of keys must fit one body"
