@@ -1,0 +1,1 @@
+"""Drives: one flat space of bytes behind one interface, whatever moves the bytes."""

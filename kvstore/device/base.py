@@ -1,0 +1,129 @@
+"""The contract of a drive: asynchronous reads and writes on one flat space of bytes.
+
+A device knows nothing of segments, keys or checksums. It is driven by one thread: `submit` and `poll` never block, the
+file descriptor `fileno()` becomes readable when completions wait, and whoever owns the loop calls `poll` then.
+Completions may come in any order. The device finishes what it accepted: short transfers, EINTR and EAGAIN are its
+business, any other errno reaches the caller in the completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from kvstore.types.flow import FlowClass
+
+
+class IoKind(Enum):
+    """What an operation does."""
+
+    READ = "read"
+    WRITE = "write"
+    SYNC = "sync"
+
+
+class IoOp:
+    """One operation. Mutable only by the device that holds it; may be reused by its owner after completion.
+
+    Attributes:
+        kind: READ, WRITE or SYNC (fdatasync of everything written before it was submitted).
+        offset: byte offset on the drive, a multiple of `Device.alignment_bytes`.
+        buffers: where to read to or write from, in order. The owner keeps them alive and untouched until the
+            completion. Each buffer's address and length are multiples of `Device.alignment_bytes`
+            (memory of an `Arena`); a device that is handed other buffers bounces through its own.
+        length_bytes: sum of the buffers' lengths.
+        flow: class tag, for the order in the dispatch queue.
+        error: errno-carrying OSError after completion, else None.
+        owner: whatever the submitter wants back, typically a callable or a continuation object.
+    """
+
+    __slots__ = (
+        "buffers",
+        "done_bytes",
+        "error",
+        "flow",
+        "kind",
+        "length_bytes",
+        "offset",
+        "owner",
+        "submitted_ns",
+    )
+
+    def __init__(
+        self,
+        kind: IoKind,
+        offset: int,
+        buffers: Sequence[memoryview],
+        *,
+        flow: FlowClass = FlowClass.BACKGROUND,
+        owner: Any = None,
+    ) -> None:
+        self.kind = kind
+        self.offset = offset
+        self.buffers = list(buffers)
+        self.length_bytes = sum(map(len, self.buffers))
+        self.flow = flow
+        self.owner = owner
+        self.error: OSError | None = None
+        self.done_bytes = 0
+        self.submitted_ns = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMode:
+    """How bytes are moved and why this way was chosen: shown in status and as a gauge, never silent.
+
+    Attributes:
+        name: "uring", "liburing", "threads" or "memory".
+        direct_io: True when the page cache is bypassed (O_DIRECT).
+        reason: one sentence for a person, e.g. "io_uring_setup: EPERM (seccomp), so threads".
+    """
+
+    name: str
+    direct_io: bool
+    reason: str
+
+
+class Device(Protocol):
+    """One drive. Raises `OSError` from allocate/discard, `Closed` after close."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Addressable bytes: the set capacity for a file (sparse until allocated), the real size of a block device."""
+
+    @property
+    def alignment_bytes(self) -> int:
+        """Multiple that offsets, lengths and addresses must have (4096; never less)."""
+
+    @property
+    def mode(self) -> DeviceMode: ...
+
+    def register(self, memory: memoryview) -> None:
+        """Tell the device of memory that most operations will use (pinned once by io_uring). At most once."""
+
+    def fileno(self) -> int:
+        """A descriptor for select/epoll, readable while completions wait."""
+
+    def submit(self, ops: Sequence[IoOp]) -> None:
+        """Start operations; never blocks. The caller keeps the number in flight within the queue depth."""
+
+    def poll(self) -> list[IoOp]:
+        """Completed operations, `error` and `done_bytes` set. Never blocks; clears the readiness of `fileno()`.
+
+        A read past the allocated end completes short: `done_bytes` < `length_bytes` with no error; the rest of
+        the buffers is undefined.
+        """
+
+    def allocate(self, offset: int, length_bytes: int) -> None:
+        """Reserve physical space for a range (fallocate). Raises OSError(ENOSPC) when the file system is full."""
+
+    def discard(self, offset: int, length_bytes: int) -> None:
+        """Give the physical space of a range back (hole punching, BLKDISCARD); a no-op where unsupported."""
+
+    def allocated_bytes(self) -> int:
+        """Physical bytes in use, as `du` counts them."""
+
+    def close(self) -> None:
+        """Wait for what is in flight, then release. Idempotent."""

@@ -1,0 +1,230 @@
+"""What the data plane sees of the engine: requests, tickets and callbacks of one single-threaded store.
+
+Nothing here blocks. Callbacks run on the thread that calls `Engine` methods or `Engine.poll`, sometimes before the call
+that registered them returns. Times are monotonic nanoseconds passed in by the owner of the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from kvstore.types.flow import FlowClass
+from kvstore.types.results import Exists, MissReason, Refused, Stored
+
+POSITION_NONE = 0xFFFF_FFFF
+"""Position of a chunk that was keyed without one."""
+
+
+class Durability(IntEnum):
+    """What `durable` promises: `COMMIT` survives kill -9 of the node, `POWER` also a power cut (fdatasync)."""
+
+    COMMIT = 0
+    POWER = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceRef:
+    """A namespace as this engine knows it. `salt` (16 bytes) hides older generations and other namespaces."""
+
+    id: int
+    digest: bytes
+    generation: int
+    salt: bytes
+    tenant: str
+
+
+class ReadyItem(Protocol):
+    """Verified bytes of one record, in node memory. Valid until `release`, which must be called exactly once.
+
+    Attributes:
+        index: position of the record in the request.
+        record_bytes: payload length of the whole record.
+        block_bytes: checksum block; `offset` is a multiple of it.
+        offset: where in the record `data` begins.
+        data: whole checksum blocks (the record's last block may be short). Empty for a record of 0 bytes.
+        crcs: one u32 LE per block of `data`.
+        content_id: 16 bytes that tell this copy of the record from any other writer's.
+        last: no further piece of this record will follow (ranges can give several pieces).
+    """
+
+    index: int
+    record_bytes: int
+    block_bytes: int
+    offset: int
+    data: memoryview
+    crcs: bytes
+    content_id: bytes
+    last: bool
+
+    def release(self) -> None: ...
+
+
+class ReadSink(Protocol):
+    """Where a read delivers. Each record ends with `ready(last=True)` or one `missed`; then `finished` once."""
+
+    def ready(self, item: ReadyItem) -> None: ...
+
+    def missed(self, index: int, reason: MissReason) -> None: ...
+
+    def finished(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadSpec:
+    """A batch of reads.
+
+    Attributes:
+        namespace: as returned by `Engine.namespace`.
+        keys: record keys, n * 32 bytes.
+        ranges: None for whole records; one inner sequence of (offset, length) for all records, or one per record.
+        content_ids: n * 16 bytes; all zeros means any. Another content id is a Miss(ABSENT).
+        deadline_ns: monotonic; records not ready by then are Miss(DEADLINE).
+        accept_pending: also serve records that are received but not durable yet.
+    """
+
+    namespace: NamespaceRef
+    keys: bytes | memoryview
+    flow: FlowClass
+    deadline_ns: int
+    ranges: Sequence[Sequence[tuple[int, int]]] | None = None
+    content_ids: bytes | None = None
+    accept_pending: bool = False
+
+
+class ReadHandle(Protocol):
+    def cancel(self) -> None:
+        """Stop; `missed(DEADLINE)` is not sent for the rest, `finished` is not called. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutSpec:
+    """One record to write.
+
+    Attributes:
+        key: record key, 32 bytes.
+        position: of its chunk in the chain, or POSITION_NONE.
+        run_head, parent: 32 bytes each, zeros where unknown.
+        part: 0 for the dense record, 1 + index of the sparse part otherwise.
+        payload_bytes: exact length, 0..limits.PAYLOAD_BYTES_MAX.
+        block_bytes: checksum block.
+        crc_table: u32 LE per block; None for a streaming writer, which brings it at commit.
+        volatile_ttl_ns: 0 for SSD; else the record lives in RAM only, for so long.
+        content_id: zeros, or the id to keep (repair).
+        client_id: who writes, for bounds and the owner ttl.
+    """
+
+    namespace: NamespaceRef
+    key: bytes
+    payload_bytes: int
+    block_bytes: int
+    crc_table: bytes | None
+    flow: FlowClass
+    deadline_ns: int
+    client_id: bytes
+    position: int = POSITION_NONE
+    run_head: bytes = bytes(32)
+    parent: bytes = bytes(32)
+    part: int = 0
+    durability: Durability = Durability.COMMIT
+    volatile_ttl_ns: int = 0
+    content_id: bytes = bytes(16)
+
+
+class PutTicket(Protocol):
+    """A granted put: room on disk and (not streaming) in memory. Ends with `commit` or `abort`.
+
+    `buffer` is the whole payload's memory, to be received into; None for a streaming ticket.
+    """
+
+    buffer: memoryview | None
+
+    def filled(self) -> None:
+        """All bytes of `buffer` have arrived. Raises ChecksumMismatch (the ticket is aborted) if the table disagrees."""
+
+    def slice_buffer(self, length_bytes: int, on_memory: Callable[[memoryview | None], None]) -> None:
+        """Streaming: memory for one slice; calls back with None when the deadline passes first."""
+
+    def slice_filled(self, offset: int, data: memoryview, crcs: bytes) -> None:
+        """Streaming: `data` (from slice_buffer) belongs at `offset`, a multiple of block_bytes. Raises ChecksumMismatch."""
+
+    def commit(
+        self,
+        *,
+        crc_table: bytes | None = None,
+        durability: Durability | None = None,
+        on_received: Callable[[], None] | None = None,
+        on_done: Callable[[Stored | Exists | Refused], None],
+    ) -> None:
+        """Make it visible: `on_received` when readable from memory by those who accept pending, `on_done` when durable."""
+
+    def abort(self) -> None:
+        """Forget it; room and memory come back. Idempotent, harmless after commit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchOutcome:
+    """Answer of `match`: one status byte per key (0 = hit, else MissReason), and what was pinned."""
+
+    statuses: bytes
+    pin_id: int
+    pinned: bool
+    hit_bytes: int
+    load_ns: int
+
+
+class Engine(Protocol):
+    """The store of one drive."""
+
+    def namespace(self, digest: bytes) -> NamespaceRef | None: ...
+
+    def add_namespace(self, manifest: bytes) -> NamespaceRef:
+        """Register (idempotent), logged durably in the background. Raises InvalidRequest when malformed or over NAMESPACES_MAX."""
+
+    def drop_namespace(self, ref: NamespaceRef, on_done: Callable[[], None]) -> None: ...
+
+    def match(
+        self,
+        ref: NamespaceRef,
+        keys: bytes | memoryview,
+        *,
+        now_ns: int,
+        touch: bool,
+        pin_ttl_ns: int = 0,
+        client_id: bytes = b"",
+    ) -> MatchOutcome: ...
+
+    def unpin(self, pin_id: int) -> None: ...
+
+    def read(self, spec: ReadSpec, sink: ReadSink, *, now_ns: int) -> ReadHandle: ...
+
+    def open_put(
+        self,
+        spec: PutSpec,
+        on_grant: Callable[[PutTicket | Exists | Refused], None],
+        *,
+        streaming: bool = False,
+    ) -> None:
+        """Ask for a ticket. A second put of a key in progress waits for the first and then gets Exists, or the ticket if that failed."""
+
+    def wait(
+        self, ref: NamespaceRef, keys: bytes, deadline_ns: int, on_done: Callable[[bytes], None]
+    ) -> None:
+        """Statuses once no key is pending any more, or at the deadline."""
+
+    def delete(self, ref: NamespaceRef, keys: bytes, on_done: Callable[[bytes], None]) -> None:
+        """Logged and synced before `on_done(statuses)`; status 0 deleted, ABSENT otherwise."""
+
+    def prefetch(self, ref: NamespaceRef, keys: bytes, *, now_ns: int) -> int: ...
+
+    def client_gone(self, client_id: bytes) -> None:
+        """A client's last connection closed: its pins and unfinished puts end (writers after their owner ttl)."""
+
+    def poll(self, now_ns: int) -> None:
+        """Move everything that can move: completions, timers, queued grants. Call when a fileno is readable or a timer is due."""
+
+    def filenos(self) -> Sequence[int]: ...
+
+    def next_timer_ns(self) -> int | None: ...
