@@ -16,8 +16,8 @@ GENERATED = ROOT / "kvstore" / "v1"
 MODULE_LINES_MAX = 600
 OWN_PACKAGES = {"kvstore", "kvstore_client", "kvstore_bench"}
 
-# The one file that may import a third-party package; the rest of the code sees our own protocol. A path that ends in
-# "/" is a folder. numpy is the language of arrays here and is free.
+# The one file that may import a third-party package; the rest of the code sees our own protocol. A path that
+# ends in "/" is a folder. numpy is the language of arrays here and is free.
 THIRD_PARTY_HOMES: dict[str, tuple[str, ...]] = {}
 FREE_PACKAGES = {"numpy", "_cffi_backend"}
 
