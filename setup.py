@@ -1,7 +1,7 @@
 """Builds the one compiled part, the io_uring binding; everything else is declared in pyproject.toml.
 
-The extension is optional: without a compiler, or without io_uring, the install succeeds and the node uses its thread
-pool device, and says so.
+The extension is optional: without a compiler, or without io_uring, the install succeeds and the node uses its
+thread pool device, and says so.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def imported_packages(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def test_there_is_something_to_check() -> None:
-    assert len(MODULES) > 10
+    assert any(module.path == "kvstore/limits.py" for module in MODULES)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.path)
