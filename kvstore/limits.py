@@ -27,6 +27,12 @@ CHECKSUM_BYTES_MIN: Final = 4 * KiB
 CHECKSUM_BYTES_DEFAULT: Final = 64 * KiB
 CHECKSUM_BYTES_MAX: Final = 1 * MiB
 RUN_BYTES_DEFAULT: Final = 16 * MiB
+RUN_BYTES_MAX: Final = 1 * GiB
+ENGINE_HASH_BYTES_MAX: Final = 256
+VOLATILE_TTL_NS_MAX: Final = 24 * 3600 * SECOND_NS
+LAYOUT_BYTES_MAX: Final = 48 * KiB
+LAYOUT_NAME_BYTES_MAX: Final = 64
+CANONICAL_DEPTH_MAX: Final = 8
 
 # --- disk ------------------------------------------------------------------------------------------------------
 PAGE_BYTES: Final = 4 * KiB
@@ -36,6 +42,11 @@ QUEUE_DEPTH_DEFAULT: Final = 32
 QUEUE_DEPTH_MAX: Final = 256
 DEVICE_IO_BYTES_MAX: Final = 4 * MiB
 READ_COALESCE_BYTES: Final = 1 * MiB
+DEVICE_LOCK_WAIT_NS: Final = 10 * SECOND_NS
+DEVICE_RETRIES_MAX: Final = 64
+DEVICE_THREADS_MAX: Final = 32
+IO_VECTORS_MAX: Final = 1024  # IOV_MAX of Linux, readv(2)
+REGISTERED_PIECE_BYTES: Final = 1 * GiB  # io_uring_register_buffers(3): at most 1 GiB per buffer
 
 # --- wire ------------------------------------------------------------------------------------------------------
 FRAME_BODY_BYTES_MAX: Final = 4 * MiB

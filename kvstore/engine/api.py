@@ -209,9 +209,7 @@ class Engine(Protocol):
     ) -> None:
         """Ask for a ticket. A second put of a key in progress waits for the first and then gets Exists, or the ticket if that failed."""
 
-    def wait(
-        self, ref: NamespaceRef, keys: bytes, deadline_ns: int, on_done: Callable[[bytes], None]
-    ) -> None:
+    def wait(self, ref: NamespaceRef, keys: bytes, deadline_ns: int, on_done: Callable[[bytes], None]) -> None:
         """Statuses once no key is pending any more, or at the deadline."""
 
     def delete(self, ref: NamespaceRef, keys: bytes, on_done: Callable[[bytes], None]) -> None:
