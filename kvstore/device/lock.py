@@ -1,0 +1,70 @@
+"""One process per drive: the lock on the data file's own descriptor.
+
+The lock is flock(2) on the descriptor that carries the I/O, not on a separate lock file: io_uring keeps the open file
+until its last request is done, milliseconds after a kill -9, and a lock of its own would be free too early.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+from kvstore.errors import Unavailable
+from kvstore.limits import MS_NS, SECOND_NS
+
+_POLL_SECONDS: Final = 0.01
+
+
+def lock_data_file(fd: int, path: str, *, wait_ns: int) -> None:
+    """Take the exclusive lock of an open data file, waiting at most `wait_ns` for its last owner to go.
+
+    Raises:
+        Unavailable: somebody still holds it; the message names the path and, when found, the holder's pid.
+    """
+    deadline_ns = time.monotonic_ns() + wait_ns
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic_ns() >= deadline_ns:
+                break
+        time.sleep(_POLL_SECONDS)
+    pid = lock_holder_pid(fd)
+    holder = f"process {pid} ({_process_name(pid)})" if pid else "another process"
+    waited = f"{wait_ns / SECOND_NS:g} s" if wait_ns >= SECOND_NS else f"{wait_ns // MS_NS} ms"
+    raise Unavailable(
+        f"{path} is in use by {holder}, still locked after {waited}; stop that process, "
+        "or give this node another data directory"
+    )
+
+
+def unlock_data_file(fd: int) -> None:
+    """Give the lock back. Done explicitly: a ring that is being torn down keeps the open file for a while."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def lock_holder_pid(fd: int) -> int | None:
+    """Who holds the flock of this file, by /proc/locks (proc_locks(5)); None when it cannot be told."""
+    stat = os.fstat(fd)
+    wanted = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        fields = line.split()
+        # "1: FLOCK ADVISORY WRITE 4242 fd:01:1048600 0 EOF"; waiters have "->" after the number
+        if len(fields) >= 6 and fields[1] == "FLOCK" and fields[5] == wanted and int(fields[4]) > 0:
+            return int(fields[4])
+    return None
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "its name is not readable"
