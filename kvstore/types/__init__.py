@@ -1,0 +1,1 @@
+"""The values every room shares: keys, layouts, namespaces, checksums, outcomes. Importers name the module."""

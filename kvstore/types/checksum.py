@@ -1,0 +1,99 @@
+"""CRC32C (Castagnoli, RFC 3720 appendix B.4) of payloads: the one place that imports the library.
+
+A CRC table is one u32, little endian, for each block of `block_bytes`; the last block may be short, and no bytes
+give an empty table.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from fastcrc import crc32
+
+from kvstore.errors import InvalidRequest
+from kvstore.types.buffers import Buffer
+
+_crc32c = crc32.iscsi
+_U32 = struct.Struct("<I")
+
+
+def crc32c(data: Buffer, value: int = 0) -> int:
+    """The CRC32C of `data`, any C-contiguous buffer. Chains: `crc32c(b, crc32c(a)) == crc32c(a + b)`.
+
+    `data` must not change during the call. 0 is the checksum of no bytes.
+    """
+    return _crc32c(data, value)
+
+
+def block_count(length_bytes: int, block_bytes: int) -> int:
+    """How many blocks of `block_bytes` cover `length_bytes`; the last may be short."""
+    return -(-length_bytes // block_bytes)
+
+
+def crc_table(data: Buffer, block_bytes: int) -> bytes:
+    """The CRC table of one buffer of any type and shape.
+
+    Raises:
+        InvalidRequest: `block_bytes` is not positive, or the buffer is not C-contiguous.
+    """
+    view = _flat(data)
+    length = len(view)
+    _check_block_bytes(block_bytes)
+    if length <= block_bytes:
+        return _U32.pack(_crc32c(view, 0)) if length else b""
+    crc = _crc32c
+    words = [crc(view[at : at + block_bytes]) for at in range(0, length, block_bytes)]
+    return struct.pack(f"<{len(words)}I", *words)
+
+
+def crc_table_fragments(fragments: Sequence[Buffer], block_bytes: int) -> bytes:
+    """The CRC table of the concatenated fragments, without joining them; a block may span fragments.
+
+    Raises:
+        InvalidRequest: `block_bytes` is not positive, or a fragment is not C-contiguous.
+    """
+    if len(fragments) == 1:
+        return crc_table(fragments[0], block_bytes)
+    _check_block_bytes(block_bytes)
+    words: list[int] = []
+    carry = 0  # checksum of the block begun by earlier fragments
+    carried_bytes = 0
+    for fragment in fragments:
+        view = _flat(fragment)
+        length = len(view)
+        at = 0
+        if carried_bytes:
+            at = min(block_bytes - carried_bytes, length)
+            carry = _crc32c(view[:at], carry)
+            carried_bytes += at
+            if carried_bytes < block_bytes:
+                continue
+            words.append(carry)
+            carried_bytes = 0
+        whole_end = length - (length - at) % block_bytes
+        words += [_crc32c(view[start : start + block_bytes]) for start in range(at, whole_end, block_bytes)]
+        carried_bytes = length - whole_end
+        carry = _crc32c(view[whole_end:]) if carried_bytes else 0
+    if carried_bytes:
+        words.append(carry)
+    return struct.pack(f"<{len(words)}I", *words)
+
+
+def _check_block_bytes(block_bytes: int) -> None:
+    if block_bytes < 1:
+        raise InvalidRequest(f"checksum block of {block_bytes} bytes: it must hold at least 1 byte")
+
+
+def _flat(data: Buffer) -> memoryview:
+    """`data` as a flat view of bytes, without a copy."""
+    view = memoryview(data)
+    if view.format == "B" and view.ndim == 1 and view.c_contiguous:
+        return view
+    if view.nbytes == 0:
+        return memoryview(b"")
+    if not view.c_contiguous:
+        raise InvalidRequest(
+            f"buffer of shape {view.shape} and strides {view.strides} is not C-contiguous; pass a contiguous one"
+        )
+    return view.cast("B")
