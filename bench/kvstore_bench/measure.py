@@ -1,0 +1,113 @@
+"""How a speed is stated: interleaved pairs of (ours, limit), the median of the per-pair ratios, CPU seconds per GB."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One timed stretch of work."""
+
+    seconds: float
+    work_bytes: int
+    operations: int
+    cpu_client_ns: int
+    cpu_node_ns: int
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.work_bytes / GB / self.seconds
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        return (self.cpu_client_ns + self.cpu_node_ns) / 1e9 / (self.work_bytes / GB)
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One line of a report: what was measured, against which limit, and the targets it is judged by.
+
+    `must` and `aim` are in the unit of `value`; `higher_is_better` tells the direction.
+    """
+
+    name: str
+    unit: str
+    value: float
+    must: float | None = None
+    aim: float | None = None
+    higher_is_better: bool = True
+    details: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """ "aim", "must", "missed" or "" when there is no target."""
+        if self.must is None:
+            return ""
+        sign = 1 if self.higher_is_better else -1
+        if self.aim is not None and sign * self.value >= sign * self.aim:
+            return "aim"
+        return "must" if sign * self.value >= sign * self.must else "missed"
+
+
+def timed(
+    step: Callable[[], int],
+    *,
+    seconds: float,
+    operations_per_step: int,
+    client_cpu: Callable[[], int],
+    node_cpu: Callable[[], int],
+) -> Sample:
+    """Repeat `step` (which returns the bytes it moved) for about `seconds`."""
+    client, node, total, count = client_cpu(), node_cpu(), 0, 0
+    start = time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
+        total += step()
+        count += operations_per_step
+    return Sample(
+        seconds=elapsed,
+        work_bytes=total,
+        operations=count,
+        cpu_client_ns=client_cpu() - client,
+        cpu_node_ns=node_cpu() - node,
+    )
+
+
+def interleaved(
+    pairs: int, ours: Callable[[], Sample], limit: Callable[[], float | None]
+) -> tuple[list[Sample], list[float]]:
+    """`pairs` times (ours, limit in bytes/s); pairs whose limit was stalled (None) are taken again, bounded."""
+    samples: list[Sample] = []
+    limits: list[float] = []
+    for _ in range(pairs * 3):
+        if len(samples) == pairs:
+            break
+        ours_sample, limit_rate = ours(), limit()
+        if limit_rate is None:
+            continue
+        samples.append(ours_sample)
+        limits.append(limit_rate)
+    if not samples:
+        raise RuntimeError("the limit was stalled in every pair; measure again on a quieter machine")
+    return samples, limits
+
+
+def ratio_details(samples: list[Sample], limits: list[float]) -> tuple[float, dict[str, float]]:
+    """Median per-pair ratio, and the figures behind it."""
+    ratios = [sample.work_bytes / sample.seconds / limit for sample, limit in zip(samples, limits, strict=True)]
+    return statistics.median(ratios), {
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "gb_per_s": statistics.median(sample.gb_per_s for sample in samples),
+        "limit_gb_per_s": statistics.median(limits) / GB,
+        "cpu_s_per_gb": statistics.median(sample.cpu_s_per_gb for sample in samples),
+        "client_s_per_gb": statistics.median(sample.cpu_client_ns / sample.work_bytes for sample in samples),
+        "node_s_per_gb": statistics.median(sample.cpu_node_ns / sample.work_bytes for sample in samples),
+        "node_us_per_operation": statistics.median(sample.cpu_node_ns / 1e3 / sample.operations for sample in samples),
+    }

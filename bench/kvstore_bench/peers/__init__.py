@@ -1,0 +1,1 @@
+"""Limits that kvstore is measured against: plain sockets, plain disks."""

@@ -1,0 +1,1 @@
+"""Scenarios: each measures one kind of work and returns rows."""

@@ -1,0 +1,418 @@
+"""The base benchmark of one node and one client on one machine: reads from RAM and SSD, durable puts, lookups.
+
+One client, one call at a time (it does not pipeline batches); payload is random and written before it is read.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore_client import Hit, KVClient, KVLayout, Namespace, Stored
+
+from kvstore.limits import GiB, KiB, MiB
+from kvstore.types.keys import KeyChain
+from kvstore_bench.measure import Row, Sample, interleaved, ratio_details, timed
+from kvstore_bench.peers import fio
+from kvstore_bench.peers.sockets import RawPair, touched
+from kvstore_bench.processes import Node, own_cpu_ns
+
+CHUNK_TOKENS = 64
+BATCH = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long and how much: the full run, or `--quick` (under a minute, for a first look)."""
+
+    pairs: int
+    seconds: float
+    ram_bytes: int
+    cold_bytes: int
+    put_capacity_bytes: int
+    recovery_chunks: int
+
+    @classmethod
+    def full(cls) -> Effort:
+        return cls(
+            pairs=7,
+            seconds=1.5,
+            ram_bytes=256 * MiB,
+            cold_bytes=3 * GiB,
+            put_capacity_bytes=2 * GiB,
+            recovery_chunks=1_000_000,
+        )
+
+    @classmethod
+    def quick(cls) -> Effort:
+        return cls(
+            pairs=3,
+            seconds=0.4,
+            ram_bytes=128 * MiB,
+            cold_bytes=512 * MiB,
+            put_capacity_bytes=512 * MiB,
+            recovery_chunks=50_000,
+        )
+
+
+class Bench:
+    """One node, one client, one raw pair, and memory for one batch."""
+
+    def __init__(self, node: Node, pair: RawPair, effort: Effort, *, flow: str = "decode_read") -> None:
+        self.node, self.pair, self.effort = node, pair, effort
+        self.client = KVClient.connect(node.address, flow=flow)
+
+    def namespace(self, chunk_bytes: int):  # type: ignore[no-untyped-def]
+        """A namespace of plain chunks of one size."""
+        layout = KVLayout.opaque(chunk_bytes=chunk_bytes, chunk_tokens=CHUNK_TOKENS)
+        return self.client.namespace(
+            Namespace(tenant="bench", model=f"micro-{chunk_bytes}", weights="sha256:none", layout=layout)
+        )
+
+    def sample(self, step: Callable[[], int], operations: int) -> Sample:
+        """Time `step` for the effort's seconds, with the CPU of client and node."""
+        return timed(
+            step,
+            seconds=self.effort.seconds,
+            operations_per_step=operations,
+            client_cpu=own_cpu_ns,
+            node_cpu=self.node.cpu_ns,
+        )
+
+
+def scattered_keys(namespace, count: int) -> KeyChain:  # type: ignore[no-untyped-def]
+    """Keys without positions: every chunk its own run, so that no two lie together by design."""
+    rng = random.Random(count)
+    return namespace.keys_from_hashes([rng.randbytes(32) for _ in range(count)], algorithm="bench")
+
+
+def fill(namespace, keys: KeyChain, chunk_bytes: int) -> None:  # type: ignore[no-untyped-def]
+    """Write every key durably. Raises RuntimeError when one is refused."""
+    source = touched(BATCH * chunk_bytes)
+    rng = random.Random(7)
+    for offset in range(0, len(source), MiB):
+        end = min(offset + MiB, len(source))
+        source[offset:end] = rng.randbytes(end - offset)
+    buffers = [source[i * chunk_bytes : (i + 1) * chunk_bytes] for i in range(BATCH)]
+    for first in range(0, len(keys), BATCH):
+        batch = keys[first : first + BATCH]
+        results = namespace.put(batch, buffers[: len(batch)], wait="durable")
+        if bad := [result for result in results if not isinstance(result, Stored)]:
+            raise RuntimeError(f"filling failed at chunk {first}: {bad[0]}")
+
+
+def get_step(
+    namespace, batches: Sequence[KeyChain], buffers: Sequence[memoryview], chunk_bytes: int
+) -> Callable[[], int]:  # type: ignore[no-untyped-def]
+    """A step that reads the next of `batches` and insists on hits."""
+    state = 0
+
+    def step() -> int:
+        nonlocal state
+        keys = batches[state % len(batches)]
+        state += 1
+        results = namespace.get_into(keys, buffers[: len(keys)])
+        if bad := [result for result in results if not isinstance(result, Hit)]:
+            raise RuntimeError(f"a read that must hit did not: {bad[0]}")
+        return len(keys) * chunk_bytes
+
+    return step
+
+
+def limit_rate(step: Callable[[], None], work_bytes: int, seconds: float) -> float:
+    """Bytes per second of a limit's step."""
+    total, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
+        step()
+        total += work_bytes
+    return total / elapsed
+
+
+def shuffled_batches(keys: KeyChain, batch: int) -> list[KeyChain]:
+    """The keys in batches, in random order of batches and (by hash order at put) of places."""
+    batches = [keys[i : i + batch] for i in range(0, len(keys) - batch + 1, batch)]
+    random.Random(3).shuffle(batches)
+    return batches
+
+
+def ram_get(bench: Bench, chunk_bytes: int, must: float, aim: float, cpu: tuple[float, float] | None) -> list[Row]:
+    """Batches of 32 from the node's RAM against the raw pair."""
+    namespace = bench.namespace(chunk_bytes)
+    keys = scattered_keys(namespace, bench.effort.ram_bytes // chunk_bytes)
+    fill(namespace, keys, chunk_bytes)
+    memory = touched(BATCH * chunk_bytes)
+    buffers = [memory[i * chunk_bytes : (i + 1) * chunk_bytes] for i in range(BATCH)]
+    batches = shuffled_batches(keys, BATCH)
+    step = get_step(namespace, batches, buffers, chunk_bytes)
+    for _ in batches:
+        step()
+    samples, limits = interleaved(
+        bench.effort.pairs,
+        lambda: bench.sample(step, BATCH),
+        lambda: limit_rate(lambda: bench.pair.get(buffers), len(memory), bench.effort.seconds),
+    )
+    ratio, details = ratio_details(samples, limits)
+    name = f"RAM get {chunk_bytes // KiB} KiB x{BATCH}"
+    rows = [Row(name=name, unit="of raw pair", value=ratio, must=must, aim=aim, details=details)]
+    if cpu is not None:
+        rows.append(
+            Row(
+                name=f"{name} CPU",
+                unit="s/GB",
+                value=details["cpu_s_per_gb"],
+                must=cpu[0],
+                aim=cpu[1],
+                higher_is_better=False,
+            )
+        )
+    return rows
+
+
+def cold_get(bench: Bench, chunk_bytes: int, must: float, aim: float, cpu: tuple[float, float | None]) -> list[Row]:
+    """Batches of 32 scattered chunks from SSD, node cache off, against fio at depth 32 on the same file."""
+    namespace = bench.namespace(chunk_bytes)
+    keys = scattered_keys(namespace, bench.effort.cold_bytes // 2 // chunk_bytes)
+    fill(namespace, keys, chunk_bytes)
+    memory = touched(BATCH * chunk_bytes)
+    buffers = [memory[i * chunk_bytes : (i + 1) * chunk_bytes] for i in range(BATCH)]
+    order = list(range(len(keys)))
+    random.Random(5).shuffle(order)
+    hashes_order = [namespace_subset(keys, order[i : i + BATCH]) for i in range(0, len(order) - BATCH + 1, BATCH)]
+    step = get_step(namespace, hashes_order, buffers, chunk_bytes)
+    data_file = bench.node.data_dir / "kvstore.data"
+
+    def limit() -> float | None:
+        found = fio.random_read(
+            data_file,
+            block_bytes=chunk_bytes,
+            depth=32,
+            offset=64 * MiB,
+            size_bytes=bench.effort.cold_bytes // 2,
+            seconds=max(1.0, bench.effort.seconds),
+        )
+        return found.bytes_per_s if found else None
+
+    samples, limits = interleaved(bench.effort.pairs, lambda: bench.sample(step, BATCH), limit)
+    ratio, details = ratio_details(samples, limits)
+    name = f"cold get {chunk_bytes // KiB} KiB x{BATCH}"
+    return [
+        Row(name=name, unit="of fio depth 32", value=ratio, must=must, aim=aim, details=details),
+        Row(
+            name=f"{name} CPU",
+            unit="s/GB",
+            value=details["cpu_s_per_gb"],
+            must=cpu[0],
+            aim=cpu[1],
+            higher_is_better=False,
+        ),
+    ]
+
+
+def namespace_subset(keys: KeyChain, order: Sequence[int]) -> KeyChain:
+    """The keys at `order`, as one position-less sequence."""
+    subset = keys[order[0] : order[0] + 1]
+    for index in order[1:]:
+        subset = subset + keys[index : index + 1]
+    return subset
+
+
+def run_get(bench: Bench) -> list[Row]:
+    """V4.1-Flash sized chunks, 256 neighbours of one chain a batch, cold: node CPU per chunk."""
+    chunk_bytes, batch = 56 * KiB, 256
+    namespace = bench.namespace(chunk_bytes)
+    chains = max(4, bench.effort.cold_bytes // 4 // chunk_bytes // batch)
+    rng = random.Random(11)
+    batches = []
+    for _ in range(chains):
+        keys = namespace.keys([rng.randrange(1 << 17) for _ in range(CHUNK_TOKENS * batch)])
+        fill(namespace, keys, chunk_bytes)
+        batches.append(keys)
+    memory = touched(batch * chunk_bytes)
+    buffers = [memory[i * chunk_bytes : (i + 1) * chunk_bytes] for i in range(batch)]
+    rng.shuffle(batches)
+    step = get_step(namespace, batches, buffers, chunk_bytes)
+    samples = [bench.sample(step, batch) for _ in range(bench.effort.pairs)]
+    per_chunk = statistics.median(sample.cpu_node_ns / 1e3 / sample.operations for sample in samples)
+    details = {
+        "gb_per_s": statistics.median(sample.gb_per_s for sample in samples),
+        "client_us_per_chunk": statistics.median(sample.cpu_client_ns / 1e3 / sample.operations for sample in samples),
+    }
+    return [
+        Row(
+            name="cold get 56 KiB x256 in runs, node CPU",
+            unit="us/chunk",
+            value=per_chunk,
+            must=20,
+            aim=8,
+            higher_is_better=False,
+            details=details,
+        )
+    ]
+
+
+def durable_put(bench: Bench) -> list[Row]:
+    """Durable puts of 1 MiB x32 into recycled segments against the raw pair; first writes into fresh extents apart."""
+    chunk_bytes = MiB
+    namespace = bench.namespace(chunk_bytes)
+    memory = touched(BATCH * chunk_bytes)
+    memory[:] = random.Random(13).randbytes(len(memory))
+    buffers = [memory[i * chunk_bytes : (i + 1) * chunk_bytes] for i in range(BATCH)]
+    rng = random.Random(17)
+
+    def step() -> int:
+        keys = namespace.keys_from_hashes([rng.randbytes(32) for _ in range(BATCH)], algorithm="bench")
+        results = namespace.put(keys, buffers, wait="durable")
+        if bad := [result for result in results if not isinstance(result, Stored)]:
+            raise RuntimeError(f"a put that must be stored was not: {bad[0]}")
+        return len(memory)
+
+    fresh = timed(
+        step,
+        seconds=min(1.0, bench.effort.seconds),
+        operations_per_step=BATCH,
+        client_cpu=own_cpu_ns,
+        node_cpu=bench.node.cpu_ns,
+    )
+    written = fresh.work_bytes
+    while written < 1.5 * bench.effort.put_capacity_bytes:
+        written += step()
+    samples, limits = interleaved(
+        bench.effort.pairs,
+        lambda: bench.sample(step, BATCH),
+        lambda: limit_rate(lambda: bench.pair.put(buffers), len(memory), bench.effort.seconds),
+    )
+    ratio, details = ratio_details(samples, limits)
+    details["fresh_extents_gb_per_s"] = fresh.gb_per_s
+    name = f"durable put 1 MiB x{BATCH}"
+    return [
+        Row(name=name, unit="of raw pair", value=ratio, must=0.6, aim=0.85, details=details),
+        Row(name=f"{name} CPU", unit="s/GB", value=details["cpu_s_per_gb"], must=0.6, aim=0.45, higher_is_better=False),
+    ]
+
+
+def lookups(bench: Bench) -> list[Row]:
+    """Deriving 2,000 keys, and matching them when they are derived."""
+    count = 2_000
+    namespace = bench.namespace(4 * KiB)
+    rng = random.Random(19)
+    tokens = [rng.randrange(1 << 17) for _ in range(count * CHUNK_TOKENS)]
+    repeats = 30 if bench.effort.pairs < 5 else 200
+    derive_ms = median_ms(lambda: namespace.keys(tokens), repeats)
+    keys = namespace.keys(tokens)
+    fill(namespace, keys, 4 * KiB)
+
+    def match() -> None:
+        with namespace.match(keys) as found:
+            if found.chunks != count:
+                raise RuntimeError(f"matched {found.chunks} of {count} chunks")
+
+    match_ms = median_ms(match, repeats)
+    return [
+        Row(name="derive 2,000 keys, p50", unit="ms", value=derive_ms, must=3, higher_is_better=False),
+        Row(name="match 2,000 keys, p50", unit="ms", value=match_ms, must=2, aim=0.8, higher_is_better=False),
+    ]
+
+
+def median_ms(step: Callable[[], object], repeats: int) -> float:
+    """Median time of `step` in ms."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter_ns()
+        step()
+        times.append(time.perf_counter_ns() - start)
+    return statistics.median(times) / 1e6
+
+
+def single_get(bench: Bench) -> list[Row]:
+    """One 64 KiB chunk from RAM, each beside a Python ping-pong of the same bytes at the same moment."""
+    chunk_bytes = 64 * KiB
+    namespace = bench.namespace(chunk_bytes)
+    keys = scattered_keys(namespace, 64)
+    fill(namespace, keys, chunk_bytes)
+    buffer = touched(chunk_bytes)
+    ours, limit = [], []
+    for i in range(300 if bench.effort.pairs < 5 else 3_000):
+        key = keys[i % 64 : i % 64 + 1]
+        start = time.perf_counter_ns()
+        (result,) = namespace.get_into(key, [buffer])
+        ours.append(time.perf_counter_ns() - start)
+        if not isinstance(result, Hit):
+            raise RuntimeError(f"a read that must hit did not: {result}")
+        limit.append(bench.pair.ping_ns(buffer))
+    details = {
+        "p50_us": statistics.median(ours) / 1e3,
+        "ping_pong_p50_us": statistics.median(limit) / 1e3,
+        "p99_us": sorted(ours)[len(ours) * 99 // 100] / 1e3,
+    }
+    return [
+        Row(
+            name="single get 64 KiB, p50",
+            unit="of ping-pong",
+            value=statistics.median(ours) / statistics.median(limit),
+            must=1.3,
+            higher_is_better=False,
+            details=details,
+        )
+    ]
+
+
+@contextmanager
+def bench_with(
+    effort: Effort, folder: Path, pair: RawPair, *, capacity_bytes: int, cache_bytes: int, flow: str
+) -> Iterator[Bench]:
+    """A fresh node on a fresh data dir under `folder`, and a client."""
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix="kvstore-micro-") as data_dir,
+        Node(data_dir=Path(data_dir), capacity_bytes=capacity_bytes, cache_bytes=cache_bytes) as node,
+    ):
+        bench = Bench(node, pair, effort, flow=flow)
+        try:
+            yield bench
+        finally:
+            bench.client.close()
+
+
+def run(*, quick: bool, folder: Path, only: str = "") -> Iterator[Row]:
+    """All rows of the scenario; `only` keeps groups by name. Raises RuntimeError when a step fails."""
+    effort = Effort.quick() if quick else Effort.full()
+    ram, cold, put = _groups(effort)
+    pair = RawPair()
+    try:
+        for group, capacity_bytes, cache_bytes, flow, steps in (
+            ("ram", 2 * GiB, 1 * GiB, "decode_read", ram),
+            ("cold", 2 * effort.cold_bytes + GiB, 0, "decode_read", cold),
+            ("put", effort.put_capacity_bytes, 128 * MiB, "writeback", put),
+        ):
+            if only and only not in group:
+                continue
+            with bench_with(
+                effort, folder, pair, capacity_bytes=capacity_bytes, cache_bytes=cache_bytes, flow=flow
+            ) as bench:
+                for step in steps:
+                    yield from step(bench)
+    finally:
+        pair.close()
+
+
+def _groups(effort: Effort) -> tuple[list[Callable[[Bench], list[Row]]], ...]:
+    ram: list[Callable[[Bench], list[Row]]] = [
+        lambda bench: ram_get(bench, 1 * MiB, 0.9, 1.0, (0.37, 0.30)),
+        lambda bench: ram_get(bench, 256 * KiB, 0.8, 0.9, None),
+        lambda bench: ram_get(bench, 64 * KiB, 0.75, 0.9, None),
+        single_get,
+        lookups,
+    ]
+    cold: list[Callable[[Bench], list[Row]]] = [run_get]
+    if fio.available():
+        cold = [
+            lambda bench: cold_get(bench, 1 * MiB, 0.9, 0.95, (0.5, 0.35)),
+            lambda bench: cold_get(bench, 64 * KiB, 0.7, 0.9, (0.5, None)),
+            run_get,
+        ]
+    return ram, cold, [durable_put]
