@@ -56,6 +56,20 @@ BATCH_ITEMS_MAX: Final = 65_536
 INLINE_PUT_BYTES_MAX: Final = 256 * KiB
 MANIFEST_BYTES_MAX: Final = 64 * KiB
 RANGES_PER_ITEM_MAX: Final = 4_096
+HELLO_BODY_BYTES_MAX: Final = 16 * KiB  # before HELLO is accepted a peer may make us hold no more
+HELLO_WAIT_NS: Final = 10 * SECOND_NS
+TOKEN_BYTES_MAX: Final = 8 * KiB
+NODE_ID_BYTES_MAX: Final = 256
+VIEW_BYTES_MAX: Final = 1 * MiB
+ERROR_TEXT_BYTES_MAX: Final = 4 * KiB
+DETAIL_BYTES_MAX: Final = 1 * KiB
+ADMIN_BYTES_MAX: Final = 2 * MiB
+ADMIN_ENTRIES_MAX: Final = 65_536
+MESSAGE_FIELDS_MAX: Final = 64
+READ_AHEAD_BYTES: Final = 8 * KiB
+SLICES_PER_FRAME_MAX: Final = 960  # with header and read-ahead a frame's iovecs stay within IO_VECTORS_MAX
+REQUEST_NS_MAX: Final = 3600 * SECOND_NS
+IDLE_WAIT_NS: Final = 600 * SECOND_NS
 
 # --- node ------------------------------------------------------------------------------------------------------
 NAMESPACES_MAX: Final = 65_536
@@ -75,6 +89,24 @@ HISTORY_ENTRIES_MAX: Final = 16_384
 # --- client ----------------------------------------------------------------------------------------------------
 CONNECTIONS_PER_WORKER_DEFAULT: Final = 2
 CALL_DEADLINE_NS_DEFAULT: Final = 30 * SECOND_NS
+INTEGRATION_STAGING_BYTES: Final = 64 * MiB
+INTEGRATION_RESTORE_ATTEMPTS: Final = 4
+CONNECT_NS_MAX: Final = 2 * SECOND_NS  # one TCP connect and HELLO; a loopback or rack takes well under a millisecond
+CONNECTION_IDLE_NS_MAX: Final = 60 * SECOND_NS
+CALLS_WAITING_MAX: Final = 256  # calls of one process that wait for a connection to one target
+DRAIN_BYTES_MAX: Final = 4 * MiB  # what an ended call may leave unread before closing its connection is cheaper
+DRAIN_NS_MAX: Final = 100 * MS_NS
+RETRY_BUDGET_TOKENS_MAX: Final = 16
+RETRY_BUDGET_RATIO: Final = 0.1
+RETRY_TRICKLE_NS: Final = 1 * SECOND_NS
+RETRIES_PER_CALL_MAX: Final = 8
+RETRY_BACKOFF_NS_MIN: Final = 10 * MS_NS
+RETRY_BACKOFF_NS_MAX: Final = 500 * MS_NS
+BREAKER_FAILURES_MAX: Final = 3
+BREAKER_OPEN_NS_MIN: Final = 100 * MS_NS
+BREAKER_OPEN_NS_MAX: Final = 1 * SECOND_NS
+UNPIN_NS_MAX: Final = 500 * MS_NS  # a pin that cannot be given back in this time runs out by itself
+FRAGMENTS_PER_ITEM_MAX: Final = 65_536
 
 # --- telemetry -------------------------------------------------------------------------------------------------
 SERIES_MAX: Final = 300
@@ -82,6 +114,12 @@ SERIES_MAX: Final = 300
 assert SLICE_BYTES_MAX <= FRAME_PAYLOAD_BYTES_MAX
 assert CHECKSUM_BYTES_MAX <= SLICE_BYTES_MAX, "a checksum block must fit one slice"
 assert INLINE_PUT_BYTES_MAX <= FRAME_PAYLOAD_BYTES_MAX
+assert INTEGRATION_STAGING_BYTES >= PAYLOAD_BYTES_MAX, "an integration stages at least one chunk"
 assert PAYLOAD_BYTES_MAX <= SEGMENT_BYTES_MAX
 assert CHECKSUM_BYTES_MIN % PAGE_BYTES == 0
+assert HELLO_BODY_BYTES_MAX > TOKEN_BYTES_MAX + NODE_ID_BYTES_MAX
+assert SLICES_PER_FRAME_MAX + 8 <= IO_VECTORS_MAX
+assert VIEW_BYTES_MAX < FRAME_BODY_BYTES_MAX
+assert ADMIN_BYTES_MAX < FRAME_BODY_BYTES_MAX
+assert READ_AHEAD_BYTES >= 32 + SLICE_BYTES_MAX // CHECKSUM_BYTES_MIN * 4 + 48, "a frame's head should fit the read-ahead"
 assert BATCH_ITEMS_MAX * (DIGEST_BYTES + 16) < FRAME_BODY_BYTES_MAX, "a full batch of keys must fit one body"
