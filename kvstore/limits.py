@@ -86,6 +86,16 @@ PINNED_SHARE_CLIENT: Final = 0.25
 PINNED_SHARE_TARGET: Final = 0.50
 HISTORY_ENTRIES_MAX: Final = 16_384
 
+CAPACITY_BYTES_MIN: Final = 64 * MiB
+DATA_DIRS_MAX: Final = 64
+SEGMENTS_MIN: Final = 16  # fewer, and evicting one takes too much of the drive at once
+STAGING_BYTES_MIN: Final = 16 * MiB
+WRITE_AMPLIFICATION_DEFAULT: Final = 1.3
+WRITE_AMPLIFICATION_MAX: Final = 10.0
+SCRUB_BYTES_SECOND_DEFAULT: Final = 2 * MiB
+SHUTDOWN_NS_DEFAULT: Final = 20 * SECOND_NS
+SHUTDOWN_NS_MAX: Final = 600 * SECOND_NS
+
 # --- client ----------------------------------------------------------------------------------------------------
 CONNECTIONS_PER_WORKER_DEFAULT: Final = 2
 CALL_DEADLINE_NS_DEFAULT: Final = 30 * SECOND_NS

@@ -1,0 +1,341 @@
+"""Settings of a node: flag, else environment (KVSTORE_*), else configuration file (TOML), else default.
+
+The names are the same everywhere: flag `--grpc-port`, variable `KVSTORE_GRPC_PORT`, file key `grpc_port`. This is the
+one file that imports pydantic; the rest sees `NodeSettings` and `InvalidRequest`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from kvstore.errors import InvalidRequest
+from kvstore.limits import (
+    CACHE_BYTES_DEFAULT,
+    CAPACITY_BYTES_MIN,
+    DATA_DIRS_MAX,
+    MS_NS,
+    QUEUE_DEPTH_DEFAULT,
+    QUEUE_DEPTH_MAX,
+    SCRUB_BYTES_SECOND_DEFAULT,
+    SECOND_NS,
+    SEGMENT_BYTES_MAX,
+    SEGMENT_BYTES_MIN,
+    SEGMENTS_MIN,
+    SHUTDOWN_NS_DEFAULT,
+    SHUTDOWN_NS_MAX,
+    STAGING_BYTES_DEFAULT,
+    STAGING_BYTES_MIN,
+    WRITE_AMPLIFICATION_DEFAULT,
+    WRITE_AMPLIFICATION_MAX,
+    GiB,
+    KiB,
+    MiB,
+)
+
+ENVIRONMENT_PREFIX: Final = "KVSTORE_"
+
+_UNITS: Final = {
+    "": 1,
+    "b": 1,
+    "kib": KiB,
+    "mib": MiB,
+    "gib": GiB,
+    "tib": 1024 * GiB,
+    "kb": 1_000,
+    "mb": 1_000_000,
+    "gb": 1_000_000_000,
+    "tb": 1_000_000_000_000,
+}
+_TIMES: Final = {"ns": 1, "us": 1_000, "ms": MS_NS, "s": SECOND_NS, "m": 60 * SECOND_NS, "h": 3600 * SECOND_NS}
+_QUANTITY: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of "8GiB", "512MiB", "1.5GB" or 4096. Raises ValueError saying what would be right."""
+    if isinstance(text, int):
+        return _not_negative(text)
+    match = _QUANTITY.fullmatch(text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"{text!r} is not a size; write a number with B, KiB, MiB, GiB or TiB, such as 8GiB")
+    return _whole(Decimal(match[1]) * _UNITS[match[2].lower()], text, "bytes")
+
+
+def parse_duration(text: str | int) -> int:
+    """Nanoseconds of "30s", "200ms", "5m". Raises ValueError saying what would be right."""
+    match = _QUANTITY.fullmatch(str(text))
+    if match is None or match[2].lower() not in _TIMES:
+        raise ValueError(f"{text!r} is not a duration; write a number with ns, us, ms, s, m or h, such as 30s")
+    return _whole(Decimal(match[1]) * _TIMES[match[2].lower()], str(text), "nanoseconds")
+
+
+def format_size(size_bytes: int) -> str:
+    """The shortest exact way to write a size, e.g. "8GiB" or "1000B"; `parse_size` reads it back."""
+    for unit, bytes_each in (("TiB", 1024 * GiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if size_bytes and size_bytes % bytes_each == 0:
+            return f"{size_bytes // bytes_each}{unit}"
+    return f"{size_bytes}B"
+
+
+def _not_negative(value: int) -> int:
+    if value < 0:
+        raise ValueError(f"{value} is negative; write 0 or more")
+    return value
+
+
+def _whole(value: Decimal, text: str, unit: str) -> int:
+    if value != int(value):
+        raise ValueError(f"{text!r} is not a whole number of {unit}")
+    return int(value)
+
+
+def _comma_list(value: object) -> object:
+    return tuple(piece.strip() for piece in value.split(",") if piece.strip()) if isinstance(value, str) else value
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses that only this machine reaches. Other names are not resolved: they count as reachable."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_wildcard(host: str) -> bool:
+    """True for 0.0.0.0 and ::, which listen everywhere but name no place to connect to."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Duration = Annotated[int, BeforeValidator(parse_duration)]
+CommaList = Annotated[tuple[str, ...], BeforeValidator(_comma_list)]
+Port = Annotated[int, Field(ge=0, le=65_535)]
+
+
+class NodeSettings(BaseSettings):
+    """What `kvstore serve` needs to know. Sizes are bytes, durations nanoseconds; read each field's description.
+
+    Made by `load_node_settings`, which turns what is wrong into one clear `InvalidRequest`.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", enable_decoding=False)
+
+    data_dir: CommaList = Field(description="folders or raw block devices, one target for each")
+    capacity: Size = Field(description="bytes that all of data_dir together may use, divided evenly")
+    host: CommaList = Field(("127.0.0.1",), description="addresses to listen on; workers are divided over them")
+    advertise: str = Field("", description="name or address that clients connect to, where host is a wildcard")
+    grpc_port: Port = Field(7400, description="port of the control plane; 0 is any free one")
+    data_port: Port = Field(7401, description="port of the data plane; 0 is any free one")
+    metrics_port: Port = Field(7402, description="port of /metrics, /healthz and the status page; 0 is any free one")
+    cache: Size = Field(CACHE_BYTES_DEFAULT, description="RAM cache for hot chunks; 0 turns it off")
+    staging: Size = Field(STAGING_BYTES_DEFAULT, description="memory for transfers in progress")
+    ready_file: str = Field("", description="written with the addresses once the node serves")
+    cluster: str = Field("", description="cluster store; empty is a node on its own")
+    node_id: str = Field("", description="name of the node; empty lets the first start choose one and keep it")
+    transport: Literal["tcp", "auto", "rdma"] = Field("auto", description="how payload travels")
+    device: Literal["auto", "uring", "liburing", "threads"] = Field("auto", description="how the drive is driven")
+    queue_depth: int = Field(QUEUE_DEPTH_DEFAULT, ge=1, le=QUEUE_DEPTH_MAX, description="operations in flight a drive")
+    segment_bytes: Size = Field(0, description="size of a segment of a new drive; 0 chooses by its capacity")
+    write_amplification_max: float = Field(
+        WRITE_AMPLIFICATION_DEFAULT, ge=1, le=WRITE_AMPLIFICATION_MAX, description="bound of re-insertion at eviction"
+    )
+    drive_endurance: Size = Field(0, description="bytes a day that each drive is rated for; 0 is not set")
+    scrub_rate: Size = Field(SCRUB_BYTES_SECOND_DEFAULT, description="bytes a second verified per drive; 0 is off")
+    drain_timeout: Duration = Field(
+        SHUTDOWN_NS_DEFAULT, le=SHUTDOWN_NS_MAX, description="how long calls in progress may take at the end"
+    )
+    insecure: bool = Field(False, description="allow addresses beyond loopback without TLS and roles")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is worth a line")
+    log_format: Literal["human", "json"] = Field("human", description="how a line looks")
+
+    @model_validator(mode="after")
+    def _check(self) -> NodeSettings:
+        for check in (_check_drives, _check_memory, _check_addresses, _check_unbuilt):
+            check(self)
+        return self
+
+    @property
+    def capacity_each_bytes(self) -> int:
+        """What each of `data_dir` may use, whole MiB."""
+        return self.capacity // len(self.data_dir) // MiB * MiB
+
+    @property
+    def advertised_host(self) -> str:
+        """The host that clients are told for gRPC and metrics."""
+        return self.advertise or self.host[0]
+
+
+def _check_drives(settings: NodeSettings) -> None:
+    count = len(settings.data_dir)
+    if not 1 <= count <= DATA_DIRS_MAX:
+        raise ValueError(f"data_dir names {count} folders; name 1 to {DATA_DIRS_MAX}")
+    if len(set(map(os.path.abspath, settings.data_dir))) < count:
+        raise ValueError(f"data_dir {','.join(settings.data_dir)} names one folder twice; name each once")
+    if settings.capacity_each_bytes < CAPACITY_BYTES_MIN:
+        raise ValueError(
+            f"capacity {format_size(settings.capacity)} gives each of {count} data dirs "
+            f"{format_size(settings.capacity_each_bytes)}, at least {format_size(CAPACITY_BYTES_MIN)}; "
+            f"set capacity to {format_size(CAPACITY_BYTES_MIN * count)} or more"
+        )
+    _check_segment(settings.segment_bytes, settings.capacity_each_bytes)
+    if 0 < settings.drive_endurance < MiB:
+        raise ValueError(
+            f"drive_endurance is {settings.drive_endurance} bytes a day; write it with a unit, such as 2TiB"
+        )
+
+
+def _check_segment(segment_bytes: int, capacity_bytes: int) -> None:
+    if segment_bytes == 0:
+        return
+    most = min(SEGMENT_BYTES_MAX, capacity_bytes // SEGMENTS_MIN // MiB * MiB)
+    if not SEGMENT_BYTES_MIN <= segment_bytes <= most or segment_bytes % MiB:
+        raise ValueError(
+            f"segment_bytes {format_size(segment_bytes)} must be whole MiB from {format_size(SEGMENT_BYTES_MIN)} to "
+            f"{format_size(most)} (a drive has {SEGMENTS_MIN} segments or more); 0 chooses by the capacity"
+        )
+
+
+def _check_memory(settings: NodeSettings) -> None:
+    if settings.staging < STAGING_BYTES_MIN:
+        raise ValueError(
+            f"staging {format_size(settings.staging)} is below {format_size(STAGING_BYTES_MIN)}; raise staging"
+        )
+    memory = memory_limit_bytes()
+    wanted = settings.cache + settings.staging
+    if memory and wanted > memory * 9 // 10:
+        raise ValueError(
+            f"cache {format_size(settings.cache)} and staging {format_size(settings.staging)} together exceed 90 % of "
+            f"this machine's memory ({memory // MiB}MiB); lower cache, or set it to 0"
+        )
+
+
+def _check_addresses(settings: NodeSettings) -> None:
+    if not settings.host:
+        raise ValueError("host is empty; name an address to listen on, such as 127.0.0.1")
+    for host in settings.host:
+        if not settings.insecure and not is_loopback(host):
+            raise ValueError(
+                f"host {host} is reachable from other machines, and this build has neither TLS nor roles; "
+                "listen on 127.0.0.1, or pass --insecure where the network is trusted"
+            )
+        if is_wildcard(host) and not settings.advertise:
+            raise ValueError(
+                f"host {host} names no place that clients can connect to; pass --advertise ADDRESS with it"
+            )
+    ports = [port for port in (settings.grpc_port, settings.data_port, settings.metrics_port) if port]
+    if len(set(ports)) < len(ports):
+        raise ValueError(f"grpc_port, data_port and metrics_port must differ, they are {ports}")
+
+
+def _check_unbuilt(settings: NodeSettings) -> None:
+    if settings.transport == "rdma":
+        raise ValueError("transport rdma is not in this build; use tcp or auto")
+    if settings.cluster:
+        raise ValueError(
+            f"cluster {settings.cluster!r}: this build runs a node on its own, without a cluster store; "
+            "leave cluster empty"
+        )
+
+
+def memory_limit_bytes() -> int:
+    """Memory this process may use: the machine's, or its control group's if that is less. 0 where neither is known."""
+    limits: list[int] = []
+    try:
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (OSError, ValueError):
+        pass
+    # memory.max of cgroup v2; in a container its own group is the root of the mount
+    try:
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        text = "max"
+    if text.isdigit():
+        limits.append(int(text))
+    return min(limits, default=0)
+
+
+def load_node_settings(flags: Mapping[str, object], *, config: Path | None = None) -> NodeSettings:
+    """The settings of a node.
+
+    Args:
+        flags: what was given on the command line, by field name; None means not given.
+        config: TOML file with field names as keys; None is KVSTORE_CONFIG, or no file.
+
+    Raises:
+        InvalidRequest: something is missing, unknown, malformed or out of bounds. One line for each fault.
+    """
+    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    path = config or (Path(found) if (found := os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG")) else None)
+    from_file = _read_config(path) if path else {}
+    try:
+        return _layered(from_file)(**given)
+    except ValidationError as error:
+        lines = [_fault(dict(detail), given, path, from_file) for detail in error.errors()]
+        raise InvalidRequest("\n".join(lines)) from None
+
+
+def _layered(from_file: dict[str, Any]) -> type[NodeSettings]:
+    class FileSource(PydanticBaseSettingsSource):
+        def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+            return from_file.get(field_name), field_name, False
+
+        def __call__(self) -> dict[str, Any]:
+            return from_file
+
+    class LayeredSettings(NodeSettings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, FileSource(settings_cls)
+
+    return LayeredSettings
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise InvalidRequest(f"config file {path} cannot be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidRequest(f"config file {path} is not valid TOML: {error}") from error
+
+
+def _fault(detail: dict[str, Any], flags: Mapping[str, object], path: Path | None, from_file: dict[str, Any]) -> str:
+    """One line for a person out of one entry of pydantic's list."""
+    name = ".".join(map(str, detail["loc"][:1]))
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    if not name:
+        return message
+    flag, variable = f"--{name.replace('_', '-')}", f"{ENVIRONMENT_PREFIX}{name.upper()}"
+    if detail["type"] == "missing":
+        return f"{name} is not set; pass {flag}, or set {variable} or {name} in the config file"
+    if detail["type"] == "extra_forbidden":
+        known = ", ".join(NodeSettings.model_fields)
+        return f"{name} is not a setting; known are: {known}"
+    if name in flags:
+        origin = f"flag {flag}"
+    elif variable in os.environ:
+        origin = f"environment variable {variable}"
+    else:
+        origin = f"key {name} of {path}" if name in from_file else f"default of {name}"
+    said = "" if repr(detail["input"]) in message else f"{detail['input']!r}: "
+    return f"{origin}: {said}{message[:1].lower() + message[1:]}"
