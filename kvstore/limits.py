@@ -87,6 +87,8 @@ PINNED_SHARE_TARGET: Final = 0.50
 HISTORY_ENTRIES_MAX: Final = 16_384
 
 CAPACITY_BYTES_MIN: Final = 64 * MiB
+CLUSTER_VALUE_BYTES_MAX: Final = 64 * KiB
+TARGETS_MAX: Final = 4_096
 DATA_DIRS_MAX: Final = 64
 SEGMENTS_MIN: Final = 16  # fewer, and evicting one takes too much of the drive at once
 STAGING_BYTES_MIN: Final = 16 * MiB
