@@ -1,7 +1,7 @@
 """The view: an immutable picture of the targets that store, and its epoch.
 
 Outside it is plain data (maps, lists, text, numbers), `to_plain` and `from_plain`: as msgpack in VIEW_REPLY
-(`kvstore.wire.codec`), as JSON on disk. Fields that a reader does not know are ignored, so that a newer node can say more.
+(`kvstore.wire.codec`), as JSON on disk. Fields that a reader does not know are ignored, so a newer node can say more.
 """
 
 from __future__ import annotations
