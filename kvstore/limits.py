@@ -139,5 +139,5 @@ assert HELLO_BODY_BYTES_MAX > TOKEN_BYTES_MAX + NODE_ID_BYTES_MAX
 assert SLICES_PER_FRAME_MAX + 8 <= IO_VECTORS_MAX
 assert VIEW_BYTES_MAX < FRAME_BODY_BYTES_MAX
 assert ADMIN_BYTES_MAX < FRAME_BODY_BYTES_MAX
-assert READ_AHEAD_BYTES >= 32 + SLICE_BYTES_MAX // CHECKSUM_BYTES_MIN * 4 + 48, "a frame's head should fit the read-ahead"
+assert READ_AHEAD_BYTES >= 80 + SLICE_BYTES_MAX // CHECKSUM_BYTES_MIN * 4, "a slice's head should fit the read-ahead"
 assert BATCH_ITEMS_MAX * (DIGEST_BYTES + 16) < FRAME_BODY_BYTES_MAX, "a full batch of keys must fit one body"
