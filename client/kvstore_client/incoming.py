@@ -1,0 +1,183 @@
+"""One record on its way in: where its slices land, whether they match their checksums, when it is complete. Pure.
+
+A record is a hit only when every byte asked for has arrived, every block that carried it matched its CRC word, and all
+slices came from one copy of the record of the expected length.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from kvstore.errors import FormatUnsupported
+from kvstore.types.checksum import crc_table, crc_table_fragments
+from kvstore.types.results import MissReason
+from kvstore.wire.slices import NO_CONTENT_ID, Slice
+from kvstore_client.ranges import Spans
+from kvstore_client.regions import Region
+
+OPEN = -1
+HIT = 0
+_CORRUPT = int(MissReason.CORRUPT)
+_LAYOUT = int(MissReason.LAYOUT)
+
+
+class IncomingRecord:
+    """State of one record of a read.
+
+    Attributes:
+        status: OPEN, HIT, or a MissReason code.
+        content_id: Of the copy that arrives; zeros until known. A re-ask names it, and gets this copy or a miss.
+        record_bytes: Length of the whole record, -1 until known.
+        corrupt: Blocks that did not match, over all attempts.
+    """
+
+    __slots__ = (
+        "_arrived",
+        "_base_bytes",
+        "_exact",
+        "_room_bytes",
+        "_region",
+        "_spans",
+        "_whole_until",
+        "content_id",
+        "corrupt",
+        "record_bytes",
+        "status",
+    )
+
+    def __init__(
+        self, region: Region, *, base_bytes: int, room_bytes: int, exact: bool, spans: Spans | None, content_id: bytes
+    ) -> None:
+        """
+        Args:
+            region: The caller's memory of the item.
+            base_bytes: Where in the region this record begins.
+            room_bytes: The record's length when `exact`, else the most that fits.
+            exact: False for opaque layouts, whose records are of any length.
+            spans: What to read; None is all of it.
+            content_id: The copy wanted, zeros for any.
+        """
+        self._region = region
+        self._base_bytes = base_bytes
+        self._room_bytes = room_bytes
+        self._exact = exact
+        self._spans = spans
+        self.content_id = content_id
+        self.corrupt = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets what arrived, before the record is asked for again."""
+        self.status = OPEN
+        self.record_bytes = -1
+        self._whole_until = 0
+        self._arrived: list[tuple[int, int]] = []
+
+    def land(self, piece: Slice, waste: memoryview) -> list[memoryview]:
+        """Where the bytes of `piece` must be received, in order; memory of the caller only where it asked for them.
+
+        Args:
+            piece: The next slice of this record.
+            waste: At least SLICE_BYTES_MAX that nobody looks at, for bytes that came too late.
+
+        Raises:
+            FormatUnsupported: The node broke the protocol; nothing more from this connection can be trusted.
+        """
+        length = piece.length_bytes
+        if piece.status:
+            if self.status == OPEN:
+                self.status = piece.status
+            return []
+        if self.status != OPEN or not self._fits(piece):
+            return [waste[:length]] if length else []
+        if not length:
+            return []
+        if len(piece.crcs) != 4 * -(-length // piece.block_bytes):
+            raise FormatUnsupported(
+                f"node sent {length} bytes with {len(piece.crcs) // 4} CRC words of {piece.block_bytes}-byte blocks"
+            )
+        end = piece.offset + length
+        if end != piece.record_bytes and length % piece.block_bytes:
+            raise FormatUnsupported(f"node sent {length} bytes that end inside a block of {piece.block_bytes} bytes")
+        if self._spans is None:
+            return self._region.cut(self._base_bytes + piece.offset, length)
+        return self._land_spans(self._spans, piece.offset, end)
+
+    def arrived(self, piece: Slice, views: list[memoryview]) -> None:
+        """Checks the bytes of `piece`, which have arrived in `views`, while they are still in the CPU's cache."""
+        if self.status != OPEN:
+            return
+        length = piece.length_bytes
+        if length:
+            block_bytes = piece.block_bytes
+            found = crc_table(views[0], block_bytes) if len(views) == 1 else crc_table_fragments(views, block_bytes)
+            if found != piece.crcs:
+                self.corrupt += 1
+                self.status = _CORRUPT
+                return
+            if piece.offset == self._whole_until:
+                self._whole_until += length
+            else:
+                insort(self._arrived, (piece.offset, piece.offset + length))
+        if piece.last:
+            if not self._is_complete():
+                raise FormatUnsupported(f"node ended a record of {piece.record_bytes} bytes before all had been sent")
+            self.status = HIT
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes that a hit has put into the caller's memory."""
+        if self._spans is None:
+            return max(0, self.record_bytes)
+        return sum(end - start for start, end in self._spans)
+
+    def _fits(self, piece: Slice) -> bool:
+        """Whether the copy that `piece` is of is the one that is being read, and of the expected length."""
+        if self.record_bytes < 0:
+            if self.content_id == NO_CONTENT_ID:
+                self.content_id = piece.content_id
+            if self._has_wrong_length(piece.record_bytes):
+                self.status = _LAYOUT
+                return False
+            self.record_bytes = piece.record_bytes
+        if piece.content_id != self.content_id or piece.record_bytes != self.record_bytes:
+            self.content_id = NO_CONTENT_ID
+            self.status = _CORRUPT
+            return False
+        return True
+
+    def _has_wrong_length(self, record_bytes: int) -> bool:
+        if self._exact:
+            return record_bytes != self._room_bytes
+        needed = self._spans[-1][1] if self._spans else 0
+        return record_bytes < needed if self._spans is not None else record_bytes > self._room_bytes
+
+    def _land_spans(self, spans: Spans, start: int, end: int) -> list[memoryview]:
+        """Views for record bytes start..end: the caller's memory within spans, memory of its own between them."""
+        views: list[memoryview] = []
+        at, landed = start, self._base_bytes
+        for first, behind in spans:
+            low, high = max(first, at), min(behind, end)
+            if low < high:
+                if low > at:
+                    views.append(memoryview(bytearray(low - at)))
+                views += self._region.cut(landed + low - first, high - low)
+                at = high
+            landed += behind - first
+        if at < end:
+            views.append(memoryview(bytearray(end - at)))
+        return views
+
+    def _is_complete(self) -> bool:
+        spans = ((0, self.record_bytes),) if self._spans is None else self._spans
+        if self._whole_until >= spans[-1][1]:
+            return True
+        return all(self._covers(first, behind) for first, behind in spans)
+
+    def _covers(self, first: int, behind: int) -> bool:
+        """Whether record bytes first..behind have all arrived."""
+        at = max(first, self._whole_until)
+        for low, high in self._arrived:
+            if low <= at < high:
+                at = high
+        return at >= behind
