@@ -157,6 +157,14 @@ class Index:
         self.count -= 1
         return location
 
+    def location_at(self, slot: int) -> int:
+        """Location in one slot."""
+        return self._location_scalar[slot]
+
+    def access_at(self, slot: int) -> int:
+        """Access tick in one slot."""
+        return self._access_scalar[slot]
+
     def touch(self, slot: int, tick: int) -> int:
         """Note an access at `tick`; returns the tick of the one before."""
         previous = self._access_scalar[slot]
@@ -186,6 +194,10 @@ class Index:
         previous = self.access[slots]
         self.access[slots] = tick
         return previous
+
+    def relocate(self, slots: I64, locations: U64) -> None:
+        """Give the keys in these slots (none negative) new locations (none 0), their access ticks unchanged."""
+        self.locations[slots] = locations
 
     def insert_many(self, keys: U64, locations: U64, ticks: U32 | int) -> U64:
         """Add or overwrite n keys; of equal keys the last one counts.

@@ -1,0 +1,137 @@
+"""What is stored, kept consistent in one place: the index, the scores of segments and the history of what went.
+
+Everything that makes a record valid, moves it or ends it goes through here, so that live bytes equal the sum of valid
+records at any moment. Keys are index keys: 16 bytes of the record key, salted by namespace and generation, as two u64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.engine.history import Fate, History
+from kvstore.engine.index import NOT_INSERTED, Index
+from kvstore.engine.location import I64, U32, U64, Bools
+from kvstore.engine.policy import SegmentScores
+
+_SCALAR_KEYS_MAX = 8
+"""Below this many keys a loop over scalars is faster than numpy."""
+
+
+class Catalog:
+    """The valid records of one drive."""
+
+    def __init__(self, *, entries_max: int, segment_count: int, seed: int | None = None) -> None:
+        self.index = Index(entries_max, seed=seed)
+        self.scores = SegmentScores(segment_count)
+        self.history = History(seed=seed)
+
+    # --- looking --------------------------------------------------------------------------------------------------
+    def lookup(self, keys: U64) -> U64:
+        """Locations of n keys, 0 where absent."""
+        return self.index.lookup(keys)
+
+    def valid(self, keys: U64, locations: U64) -> Bools:
+        """Which of these records are still what the index says of their key: the live ones of a segment's entries."""
+        same: Bools = self.index.lookup(keys) == locations
+        return same
+
+    def ticks(self, keys: U64) -> U32:
+        """Access ticks of n keys, 0 where absent."""
+        slots = self.index.find_many(keys)
+        ticks = self.index.access[slots]
+        ticks[slots < 0] = 0
+        return ticks
+
+    # --- access ---------------------------------------------------------------------------------------------------
+    def touch_slots(self, slots: I64, tick: int) -> None:
+        """An access of each of these slots (from `index.find_many`, none negative)."""
+        before = self.index.touch_many(slots, tick)
+        fresh = before != tick
+        if fresh.any():
+            self.scores.touch_many(self.index.locations[slots[fresh]], before=before[fresh], now=tick)
+
+    def touch(self, key0: int, key1: int, tick: int) -> bool:
+        """An access of one key; False if it is absent."""
+        index = self.index
+        slot = index.find(key0, key1)
+        if slot < 0:
+            return False
+        before = index.touch(slot, tick)
+        if before != tick:
+            self.scores.touch(index.location_at(slot), before=before, now=tick)
+        return True
+
+    def touch_keys(self, keys: U64, tick: int) -> None:
+        """An access of each key that is there."""
+        if len(keys) < _SCALAR_KEYS_MAX:
+            for key0, key1 in keys.tolist():
+                self.touch(key0, key1, tick)
+            return
+        slots = self.index.find_many(keys)
+        # A key given twice would be counted twice.
+        self.touch_slots(np.unique(slots[slots >= 0]), tick)
+
+    # --- records come ---------------------------------------------------------------------------------------------
+    def commit(self, key0: int, key1: int, location: int, tick: int) -> bool:
+        """A record became valid; one that lay elsewhere under its key is dead now. False when the index is full."""
+        slot = self.index.find(key0, key1)
+        before = self.index.access_at(slot) if slot >= 0 else 0
+        previous = self.index.insert(key0, key1, location, tick)
+        if previous == NOT_INSERTED:
+            return False
+        if previous:
+            self.scores.remove(previous, before)
+        self.scores.add(location, tick)
+        return True
+
+    def commit_many(self, keys: U64, locations: U64, ticks: U32 | int) -> Bools:
+        """`commit` for n keys; of equal keys the last one counts. Says which are in the index now."""
+        tick_of = np.broadcast_to(np.asarray(ticks, dtype=np.uint32), (len(keys),))
+        if len(keys) < _SCALAR_KEYS_MAX or _has_twins(keys):
+            pairs = zip(keys.tolist(), locations.tolist(), tick_of.tolist(), strict=True)
+            return np.array([self.commit(k[0], k[1], at, tick) for k, at, tick in pairs], dtype=np.bool_)
+        before = self.ticks(keys)
+        previous = self.index.insert_many(keys, locations, tick_of)
+        stored: Bools = previous != np.uint64(NOT_INSERTED)
+        replaced = stored & (previous != 0)
+        self.scores.remove_many(previous[replaced], before[replaced])
+        self.scores.add_many(locations[stored], tick_of[stored])
+        return stored
+
+    def move(self, keys: U64, *, old: U64, new: U64) -> Bools:
+        """Records were re-inserted: those that still lie at `old` lie at `new` now, as warm as before. Says which."""
+        slots = self.index.find_many(keys)
+        still: Bools = (slots >= 0) & (self.index.locations[slots] == old)
+        moved = slots[still]
+        ticks = self.index.access[moved]
+        self.scores.remove_many(old[still], ticks)
+        self.index.relocate(moved, new[still])
+        self.scores.add_many(new[still], ticks)
+        return still
+
+    # --- records go -----------------------------------------------------------------------------------------------
+    def evict(self, keys: U64, locations: U64, tick: int) -> Bools:
+        """Forget the records that still lie at `locations`. Says which did."""
+        gone: Bools = self._end(keys, locations, Fate.EVICTED, tick) != 0
+        return gone
+
+    def delete(self, keys: U64, tick: int) -> U64:
+        """Forget keys; answers the locations they had, 0 where absent."""
+        return self._end(keys, None, Fate.DELETED, tick)
+
+    def quarantine(self, keys: U64, locations: U64, tick: int) -> Bools:
+        """Forget records that turned out bad, if they still lie at `locations`. Says which did."""
+        gone: Bools = self._end(keys, locations, Fate.QUARANTINED, tick) != 0
+        return gone
+
+    def _end(self, keys: U64, expected: U64 | None, fate: Fate, tick: int) -> U64:
+        ticks = self.ticks(keys)
+        removed = self.index.delete_many(keys, expected)
+        gone = removed != 0
+        self.scores.remove_many(removed[gone], ticks[gone])
+        self.history.note(keys[gone], fate, tick)
+        return removed
+
+
+def _has_twins(keys: U64) -> bool:
+    return len(np.unique(keys[:, 0])) < len(keys)

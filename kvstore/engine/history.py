@@ -1,0 +1,77 @@
+"""What became of keys that are no longer there: a bounded ring, so that a miss can say why and roughly when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+
+from kvstore.engine.index import Index
+from kvstore.engine.location import I64, U8, U64
+from kvstore.limits import HISTORY_ENTRIES_MAX
+from kvstore.types.results import MissReason
+
+
+class Fate(IntEnum):
+    """What happened to a key last."""
+
+    EVICTED = 1
+    DELETED = 2
+    QUARANTINED = 3
+    REFUSED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A key's last fate and the access tick at which it happened."""
+
+    fate: Fate
+    tick: int
+
+
+_REASON_OF: Final = np.array(
+    [MissReason.ABSENT, MissReason.EVICTED, MissReason.ABSENT, MissReason.CORRUPT, MissReason.ABSENT], dtype=np.uint8
+)
+
+
+class History:
+    """The last `entries_max` events, newest per key. Keys are index keys (salted), shape [n, 2] of u64."""
+
+    def __init__(self, entries_max: int = HISTORY_ENTRIES_MAX, *, seed: int | None = None) -> None:
+        self._entries_max = entries_max
+        self._keys: U64 = np.zeros((entries_max, 2), dtype=np.uint64)
+        self._fates: U8 = np.zeros(entries_max, dtype=np.uint8)
+        self._ticks = np.zeros(entries_max, dtype=np.uint32)
+        self._next = 0
+        self._places = Index(entries_max * 2, seed=seed)  # key -> ring position + 1
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def note(self, keys: U64, fate: Fate, tick: int) -> None:
+        """Record one event for each key; of more keys than the ring holds only the last count."""
+        keys = keys[-self._entries_max :]
+        if not len(keys):
+            return
+        at: I64 = (self._next + np.arange(len(keys))) % self._entries_max
+        places = (at + 1).astype(np.uint64)
+        # A ring entry's key is forgotten with it, unless a newer event of that key lies elsewhere in the ring.
+        self._places.delete_many(self._keys[at], expected=places)
+        self._keys[at] = keys
+        self._fates[at] = fate
+        self._ticks[at] = tick
+        self._places.insert_many(keys, places, 0)
+        self._next = (self._next + len(keys)) % self._entries_max
+
+    def event(self, key0: int, key1: int) -> Event | None:
+        """The last that is remembered of one key."""
+        at = self._places.get(key0, key1) - 1
+        return Event(fate=Fate(int(self._fates[at])), tick=int(self._ticks[at])) if at >= 0 else None
+
+    def reasons(self, keys: U64) -> U8:
+        """MissReason for each of n keys that the index does not have: EVICTED, CORRUPT or ABSENT."""
+        at = self._places.lookup(keys).astype(np.int64) - 1
+        fates = np.where(at >= 0, self._fates[at], 0)
+        return _REASON_OF[fates]

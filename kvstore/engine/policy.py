@@ -1,0 +1,243 @@
+"""Eviction, decided: which segment goes, which of its records stay, and what an access is worth. Pure code.
+
+The unit of time is the access tick, 100 ms, u32: coarse on purpose, so that the chunks of one prompt share a tick and
+their order is told by depth. Of two records equally cold the deeper goes first, since a prefix is worth what lies
+before its first hole.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.engine.location import (
+    I64,
+    U32,
+    U64,
+    Bools,
+    location_depth,
+    location_depths,
+    location_page_counts,
+    location_pages,
+    location_segment,
+    location_segments,
+)
+from kvstore.limits import ACCESS_TICK_NS, PAGE_BYTES
+
+_TICK_MAX: Final = (1 << 32) - 1
+
+
+class TickClock:
+    """Monotonic nanoseconds to access ticks, going on from the highest tick found on the drive."""
+
+    def __init__(self, *, now_ns: int, last_tick: int = 0) -> None:
+        """Ticks begin behind `last_tick` at `now_ns`."""
+        self._offset = last_tick + 1 - now_ns // ACCESS_TICK_NS
+
+    def tick(self, now_ns: int) -> int:
+        """The tick of a moment, at least 1."""
+        return min(max(now_ns // ACCESS_TICK_NS + self._offset, 1), _TICK_MAX)
+
+    @staticmethod
+    def age_ns(ticks: int) -> int:
+        """How long so many ticks are."""
+        return ticks * ACCESS_TICK_NS
+
+
+class SegmentScores:
+    """Per segment, kept incrementally: live pages, and the sums of access tick and of depth, weighted by pages.
+
+    Attributes:
+        live_pages, live_records: shape [segments], exact.
+    """
+
+    def __init__(self, segment_count: int) -> None:
+        self.live_pages: I64 = np.zeros(segment_count, dtype=np.int64)
+        self.live_records: I64 = np.zeros(segment_count, dtype=np.int64)
+        self._access_sum: I64 = np.zeros(segment_count, dtype=np.int64)
+        self._depth_sum: I64 = np.zeros(segment_count, dtype=np.int64)
+
+    @property
+    def live_bytes(self) -> int:
+        """Padded bytes of all valid records, headers included."""
+        return int(self.live_pages.sum()) * PAGE_BYTES
+
+    def add(self, location: int, tick: int) -> None:
+        """A record became valid."""
+        self._account(location, tick, 1)
+
+    def remove(self, location: int, tick: int) -> None:
+        """A record, last accessed at `tick`, is no longer valid."""
+        self._account(location, tick, -1)
+
+    def add_many(self, locations: U64, ticks: U32) -> None:
+        """`add` for arrays."""
+        self._account_many(locations, ticks, 1)
+
+    def remove_many(self, locations: U64, ticks: U32) -> None:
+        """`remove` for arrays."""
+        self._account_many(locations, ticks, -1)
+
+    def touch(self, location: int, *, before: int, now: int) -> None:
+        """A record last accessed at tick `before` was accessed at `now`."""
+        self._access_sum[location_segment(location)] += location_pages(location) * (now - before)
+
+    def touch_many(self, locations: U64, *, before: U32, now: int) -> None:
+        """`touch` for arrays."""
+        gain = location_page_counts(locations) * (now - before.astype(np.int64))
+        np.add.at(self._access_sum, location_segments(locations), gain)
+
+    def mean_access(self) -> npt.NDArray[np.float64]:
+        """Mean tick of the live bytes of each segment; NaN without any."""
+        with np.errstate(invalid="ignore"):
+            return np.divide(self._access_sum, self.live_pages)
+
+    def mean_depth(self) -> npt.NDArray[np.float64]:
+        """Mean depth of the live bytes of each segment; NaN without any."""
+        with np.errstate(invalid="ignore"):
+            return np.divide(self._depth_sum, self.live_pages)
+
+    def _account(self, location: int, tick: int, sign: int) -> None:
+        segment, pages = location_segment(location), location_pages(location) * sign
+        self.live_pages[segment] += pages
+        self.live_records[segment] += sign
+        self._access_sum[segment] += pages * tick
+        self._depth_sum[segment] += pages * location_depth(location)
+
+    def _account_many(self, locations: U64, ticks: U32, sign: int) -> None:
+        segments, pages = location_segments(locations), location_page_counts(locations) * sign
+        np.add.at(self.live_pages, segments, pages)
+        np.add.at(self.live_records, segments, sign)
+        np.add.at(self._access_sum, segments, pages * ticks)
+        np.add.at(self._depth_sum, segments, pages * location_depths(locations))
+
+
+def choose_victim(scores: SegmentScores, candidates: I64) -> int | None:
+    """The segment to evict: the one whose live bytes are worth least, counted from the coldest segment's mean tick.
+
+    Warmth is linear in the tick and dead space has none, so a warm segment that is mostly dead may go before a cold
+    one that is full. Of equals the deeper goes first, then the earlier in `candidates`.
+
+    Args:
+        candidates: sealed segments that nothing forbids to evict, oldest first.
+    """
+    if not len(candidates):
+        return None
+    live = scores.live_pages[candidates]
+    access = scores.mean_access()[candidates]
+    depth = np.nan_to_num(scores.mean_depth()[candidates])
+    coldest = np.nanmin(access) if live.any() else 0.0
+    value = live * (np.nan_to_num(access, nan=coldest) - coldest + 1)
+    return int(candidates[np.lexsort((-depth, value))[0]])
+
+
+def eviction_order(ticks: U32, depths: I64) -> I64:
+    """Positions of records, the first to go first: the coldest, of equals the deepest."""
+    return np.lexsort((-depths, ticks))
+
+
+def records_to_keep(locations: U64, ticks: U32, pinned: Bools, *, eviction_tick: float, budget_bytes: int) -> I64:
+    """Which live records of a victim are written again elsewhere.
+
+    Pinned records stay whatever they cost. Others stay if they were accessed after `eviction_tick`, heads first (a
+    prefix without its head is worth nothing), while the budget lasts.
+
+    Args:
+        locations, ticks, pinned: shape [n], of the victim's live records.
+        eviction_tick: records accessed at this tick or before would be among the next to go anyway.
+        budget_bytes: what the write-amplification bound allows now.
+
+    Returns:
+        Positions to re-insert, in the order to write them.
+    """
+    depths = location_depths(locations)
+    sizes = location_page_counts(locations) * PAGE_BYTES
+    wanted = np.flatnonzero(pinned | (ticks > eviction_tick))
+    order = wanted[np.lexsort((-ticks[wanted].astype(np.int64), depths[wanted], ~pinned[wanted]))]
+    spent = np.cumsum(sizes[order])
+    return order[pinned[order] | (spent <= budget_bytes)]
+
+
+def eviction_tick(scores: SegmentScores, victim: int, candidates: I64) -> float:
+    """The tick that a record of `victim` must be younger than to be worth writing again.
+
+    That is the mean of what goes now or of what goes next, whichever is younger: keeping less than that would only
+    postpone its eviction by one segment.
+    """
+    mean = scores.mean_access()
+    others = candidates[candidates != victim]
+    following = choose_victim(scores, others)
+    ticks = [mean[victim]] + ([mean[following]] if following is not None else [])
+    return float(np.nanmax(ticks)) if not np.isnan(ticks).all() else 0.0
+
+
+class WriteBudget:
+    """Bounds write amplification: re-insertion may write (bound - 1) bytes for each byte written by users.
+
+    Unused allowance is kept up to `saved_bytes_max`, so that a quiet hour does not end in a storm of re-insertions.
+    """
+
+    def __init__(self, *, amplification_max: float, saved_bytes_max: int) -> None:
+        self._share = amplification_max - 1.0
+        self._saved_max = saved_bytes_max
+        self._allowance = 0.0
+        self.user_bytes = 0
+        self.moved_bytes = 0
+
+    @property
+    def amplification(self) -> float:
+        """Bytes written to the drive per byte put, since start; 1.0 before the first put."""
+        return (self.user_bytes + self.moved_bytes) / self.user_bytes if self.user_bytes else 1.0
+
+    @property
+    def allowance_bytes(self) -> int:
+        """What may be re-inserted now."""
+        return max(0, int(self._allowance))
+
+    def wrote(self, length_bytes: int) -> None:
+        """A put wrote so many bytes (padded, with its header)."""
+        self.user_bytes += length_bytes
+        self._allowance = min(self._allowance + length_bytes * self._share, self._saved_max)
+
+    def moved(self, length_bytes: int) -> None:
+        """So many bytes were re-inserted; pinned ones may have gone beyond the allowance."""
+        self.moved_bytes += length_bytes
+        self._allowance -= length_bytes
+
+
+class Ancestors:
+    """Recent keys and their parents, so that a put keeps the whole chain before it as warm as itself.
+
+    Bounded: the oldest keys are forgotten. Each key carries the tick of its last walk, so a chain that is put chunk by
+    chunk within one tick is walked only as far as it is new.
+    """
+
+    def __init__(self, entries_max: int) -> None:
+        self._entries_max = entries_max
+        self._parents: OrderedDict[int, tuple[int, int]] = OrderedDict()  # key -> (parent, tick of the last walk)
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
+    def put(self, key: int, parent: int, tick: int) -> list[int]:
+        """Remember a key that was put with its parent, and say which ancestors this touches, nearest first.
+
+        Args:
+            key, parent: index keys as 128-bit integers; parent 0 for none.
+        """
+        self._parents[key] = (parent, tick)
+        self._parents.move_to_end(key)
+        if len(self._parents) > self._entries_max:
+            self._parents.popitem(last=False)
+        touched: list[int] = []
+        while parent:
+            touched.append(parent)
+            known = self._parents.get(parent)
+            if known is None or known[1] == tick:
+                break
+            self._parents[parent] = (known[0], tick)
+            parent = known[0]
+        return touched
