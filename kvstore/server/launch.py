@@ -1,24 +1,26 @@
 """What the supervisor tells a worker: the command line, and the verbs of the admin socket.
 
 The worker is `python -m kvstore.server.worker LAUNCH`, LAUNCH being one JSON object. It inherits the descriptor
-`admin_fd`, a connected Unix stream socket that speaks the wire protocol with the supervisor as the client: HELLO, WELCOME,
-then ADMIN calls, one at a time. End of file there means that the supervisor is gone: the worker ends.
+`admin_fd`, a connected Unix stream socket that speaks the wire protocol with the supervisor as the client: HELLO,
+WELCOME, then calls, one at a time: ADMIN, and the ordinary MATCH and DROP, on behalf of gRPC. End of file there means
+that the supervisor is gone: the worker ends.
 
-Verbs, arguments -> value (msgpack maps); ERROR where it fails:
+Verbs of ADMIN, arguments -> value (msgpack maps); ERROR where it fails:
 
-    ready       {} -> {"data": ["host:port", ...], "boot_id": 16 bytes, "targets": [{"id": text, "path": text,
-                "capacity_bytes": int}, ...]}. Answered once data ports are bound and drives recovered. An ERROR is a start
-                that failed: its text is shown to the operator as it is, and the worker exits with 1.
+    ready       {} -> {"data": ["host:port", ...], "boot_id": 16 bytes,
+                "targets": [{"id": text, "path": text, "capacity_bytes": int}, ...]}.
+                Answered once data ports are bound and drives recovered. An ERROR is a start that failed: its text is
+                shown to the operator as it is, and the worker exits with 1.
     stats       {} -> {"metrics": Registry.snapshot(), "state": "serving" | "draining"}
     namespaces  {"after": digest or b"", "limit": int} -> {"namespaces": [{"digest": bytes, "generation": int,
                 "dropped": bool, "manifest": bytes}, ...]}, in the order of digests
-    explain     {"namespace": digest, "keys": n * 32 bytes} -> {"known": bool, "keys": [{"status": int (0 or a MissReason),
-                "text": one sentence, "ago_ns": int}, ...]}
+    explain     {"namespace": digest, "keys": n * 32 bytes} -> {"known": bool,
+                "keys": [{"status": int (0 or a MissReason), "text": one sentence, "ago_ns": int}, ...]}
     scrub       {"bytes_second": int} -> {"started": bool}
     drain       {"resume": bool} -> {"draining": bool}
     view_set    the view as plain data -> {}
-    shutdown    {"within_ns": int} -> {}: refuse new calls, finish those in progress within the time, close the drives, exit 0.
-                The answer comes at once. SIGTERM means the same with `drain_ns`.
+    shutdown    {"within_ns": int} -> {}: refuse new calls, finish those in progress within the time, close the drives,
+                exit 0. The answer comes at once. SIGTERM means the same with `drain_ns`.
 """
 
 from __future__ import annotations
