@@ -28,7 +28,8 @@ class IoOp:
     """One operation. Mutable only by the device that holds it; may be reused by its owner after completion.
 
     Attributes:
-        kind: READ, WRITE or SYNC (fdatasync of everything written before it was submitted).
+        kind: READ, WRITE or SYNC (fdatasync: covers every write whose completion was polled before the sync was
+            submitted; operations in flight together are not ordered among themselves).
         offset: byte offset on the drive, a multiple of `Device.alignment_bytes`.
         buffers: where to read to or write from, in order. The owner keeps them alive and untouched until the
             completion. Each buffer's address and length are multiples of `Device.alignment_bytes`
@@ -76,7 +77,7 @@ class DeviceMode:
     """How bytes are moved and why this way was chosen: shown in status and as a gauge, never silent.
 
     Attributes:
-        name: "uring", "liburing", "threads" or "memory".
+        name: "uring", "threads" or "memory".
         direct_io: True when the page cache is bypassed (O_DIRECT).
         reason: one sentence for a person, e.g. "io_uring_setup: EPERM (seccomp), so threads".
     """

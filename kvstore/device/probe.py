@@ -1,7 +1,6 @@
 """Choosing how the bytes of a drive are moved, by trying it on that very file.
 
-Order of preference: the own io_uring binding, the `liburing` package, the thread pool. What does not work is never
-passed over silently: the reason ends up in `Device.mode`.
+io_uring first, the thread pool where io_uring does not work; never silently: the reason ends up in `Device.mode`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from kvstore.device.uring import UringDevice
 from kvstore.device.uring_probe import make_ring, probe_uring
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.limits import DEVICE_LOCK_WAIT_NS, QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX
+from kvstore.telemetry.metrics import DeviceMetrics
 
 MODES: Final = ("auto", "uring", "threads")
 
@@ -29,6 +29,7 @@ def open_device(
     create: bool = True,
     lock_wait_ns: int = DEVICE_LOCK_WAIT_NS,
     direct_io: bool = True,
+    metrics: DeviceMetrics | None = None,
 ) -> Device:
     """Open, lock and drive a regular file or block device.
 
@@ -40,6 +41,7 @@ def open_device(
         create: make a missing file.
         lock_wait_ns: how long the last owner may take to let go.
         direct_io: bypass the page cache where the file system can.
+        metrics: where the device counts what it had to repeat.
 
     Raises:
         InvalidRequest: a wrong argument, or a path that cannot be a data file.
@@ -52,21 +54,21 @@ def open_device(
         raise InvalidRequest(f"queue depth {depth} is out of range; use 1 to {QUEUE_DEPTH_MAX}")
     file = open_data_file(path, size_bytes=size_bytes, create=create, lock_wait_ns=lock_wait_ns, direct_io=direct_io)
     try:
-        return _drive(file, mode=mode, depth=depth)
+        return _drive(file, mode=mode, depth=depth, metrics=metrics)
     except BaseException:
         file.close()
         raise
 
 
-def _drive(file: DataFile, *, mode: str, depth: int) -> Device:
+def _drive(file: DataFile, *, mode: str, depth: int, metrics: DeviceMetrics | None) -> Device:
     if mode == "threads":
-        return ThreadsDevice(file, depth=depth, reason="threads, as asked for")
+        return ThreadsDevice(file, depth=depth, metrics=metrics, reason="threads, as asked for")
     try:
         abilities = probe_uring(file)
         ring = make_ring(file, depth=depth)
     except Unavailable as error:
         if mode == "uring":
             raise Unavailable(f"device mode uring does not work for {file.path}: {error}") from error
-        return ThreadsDevice(file, depth=depth, reason=f"threads, because {error}")
+        return ThreadsDevice(file, depth=depth, metrics=metrics, reason=f"threads, because {error}")
     reason = "io_uring, as asked for" if mode == "uring" else "io_uring works on this file"
-    return UringDevice(file, ring, abilities=abilities, reason=reason)
+    return UringDevice(file, ring, abilities=abilities, reason=reason, metrics=metrics)

@@ -29,6 +29,7 @@ from kvstore.device.transfer import (
 )
 from kvstore.errors import Closed
 from kvstore.limits import DEVICE_RETRIES_MAX, DEVICE_THREADS_MAX, IO_VECTORS_MAX
+from kvstore.telemetry.metrics import DeviceMetrics
 
 Transfer = Callable[[int, list[Any], int], int]
 
@@ -40,6 +41,7 @@ class ThreadsDevice:
         file: open data file; the device owns it from here on.
         depth: operations that run at one time, at most DEVICE_THREADS_MAX; others wait in a queue.
         reason: why this backend was chosen, for people.
+        metrics: where calls that had to be repeated are counted.
         preadv, pwritev: the system calls; tests hand in ones that fail.
     """
 
@@ -49,10 +51,12 @@ class ThreadsDevice:
         *,
         depth: int,
         reason: str,
+        metrics: DeviceMetrics | None = None,
         preadv: Transfer = os.preadv,
         pwritev: Transfer = os.pwritev,
     ) -> None:
         self._file = file
+        self._metrics = metrics or DeviceMetrics()
         self._mode = DeviceMode(name="threads", direct_io=file.direct_io, reason=f"{reason}; {file.direct_reason}")
         self._preadv = preadv
         self._pwritev = pwritev
@@ -172,6 +176,7 @@ class ThreadsDevice:
             step = settle(op, result)
             if step is Step.DONE:
                 return True
+            self._metrics.retries += 1
             if step is Step.RETRY:
                 retries += 1
                 if retries > DEVICE_RETRIES_MAX:

@@ -18,6 +18,7 @@ from kvstore.device.transfer import ALIGNMENT_BYTES, PartOp, Step, bounce, check
 from kvstore.device.uring_probe import UringAbilities
 from kvstore.errors import Closed
 from kvstore.limits import DEVICE_RETRIES_MAX, REGISTERED_PIECE_BYTES
+from kvstore.telemetry.metrics import DeviceMetrics
 
 
 class Ring(Protocol):
@@ -46,10 +47,20 @@ class UringDevice:
         ring: a ring over `file`; owned too.
         abilities: what `probe_uring` found on this file.
         reason: why this backend was chosen, for people.
+        metrics: where operations that had to be repeated are counted.
     """
 
-    def __init__(self, file: DataFile, ring: Ring, *, abilities: UringAbilities, reason: str) -> None:
+    def __init__(
+        self,
+        file: DataFile,
+        ring: Ring,
+        *,
+        abilities: UringAbilities,
+        reason: str,
+        metrics: DeviceMetrics | None = None,
+    ) -> None:
         self._file = file
+        self._metrics = metrics or DeviceMetrics()
         self._ring = ring
         self._abilities = abilities
         self._reason = "; ".join((reason, *abilities.notes, file.direct_reason))
@@ -170,6 +181,8 @@ class UringDevice:
     def _settle(self, op: IoOp, result: int, done: list[IoOp]) -> None:
         """Go on with an operation that did not complete whole in one call."""
         step = settle(op, result)
+        if step is not Step.DONE:
+            self._metrics.retries += 1
         if step is Step.RETRY:
             retries = self._retries[op] = self._retries.get(op, 0) + 1
             if retries <= DEVICE_RETRIES_MAX:
