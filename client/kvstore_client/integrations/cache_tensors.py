@@ -29,7 +29,7 @@ def describe(model: Any) -> CacheShape:
     """
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
+        model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), cache=cache)
     full, window, window_tokens = [], [], set()
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:

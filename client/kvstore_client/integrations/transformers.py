@@ -2,7 +2,7 @@
 
     kv = TransformersKV.for_model(client, model, model_name="org/name", weights=fingerprint_folder(folder))
     restored = kv.restore(token_ids)                 # .cache stands after .tokens tokens; 0 tokens on a miss
-    model(input_ids[:, restored.tokens:], past_key_values=restored.cache)
+    model(input_ids[:, restored.tokens:], cache=restored.cache)
     kv.save(restored.cache, token_ids, skip_tokens=restored.tokens)
 
 Trouble of the store is a miss or a refusal, never an exception in the engine; a wrong call (more tokens cached than
@@ -142,6 +142,11 @@ class TransformersKV:
             )
         )
         return cls(client, namespace, shape, model)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk."""
+        return self._layout.chunk_tokens
 
     def checkpoint_tokens(self, token_count: int) -> int:
         """Where to stop once during a prefill of `token_count` tokens and `save`; 0: save at the end, without a stop.
