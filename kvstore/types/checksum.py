@@ -7,14 +7,15 @@ give an empty table.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 from fastcrc import crc32
 
 from kvstore.errors import InvalidRequest
-from kvstore.types.buffers import Buffer
+from kvstore.types.buffers import Buffer, flat_view
 
-_crc32c = crc32.iscsi
+_crc32c = cast("Callable[[Buffer, int], int]", crc32.iscsi)
 _U32 = struct.Struct("<I")
 
 
@@ -37,13 +38,13 @@ def crc_table(data: Buffer, block_bytes: int) -> bytes:
     Raises:
         InvalidRequest: `block_bytes` is not positive, or the buffer is not C-contiguous.
     """
-    view = _flat(data)
+    view = flat_view(data)
     length = len(view)
     _check_block_bytes(block_bytes)
     if length <= block_bytes:
         return _U32.pack(_crc32c(view, 0)) if length else b""
     crc = _crc32c
-    words = [crc(view[at : at + block_bytes]) for at in range(0, length, block_bytes)]
+    words = [crc(view[at : at + block_bytes], 0) for at in range(0, length, block_bytes)]
     return struct.pack(f"<{len(words)}I", *words)
 
 
@@ -60,7 +61,7 @@ def crc_table_fragments(fragments: Sequence[Buffer], block_bytes: int) -> bytes:
     carry = 0  # checksum of the block begun by earlier fragments
     carried_bytes = 0
     for fragment in fragments:
-        view = _flat(fragment)
+        view = flat_view(fragment)
         length = len(view)
         at = 0
         if carried_bytes:
@@ -72,9 +73,9 @@ def crc_table_fragments(fragments: Sequence[Buffer], block_bytes: int) -> bytes:
             words.append(carry)
             carried_bytes = 0
         whole_end = length - (length - at) % block_bytes
-        words += [_crc32c(view[start : start + block_bytes]) for start in range(at, whole_end, block_bytes)]
+        words += [_crc32c(view[start : start + block_bytes], 0) for start in range(at, whole_end, block_bytes)]
         carried_bytes = length - whole_end
-        carry = _crc32c(view[whole_end:]) if carried_bytes else 0
+        carry = _crc32c(view[whole_end:], 0) if carried_bytes else 0
     if carried_bytes:
         words.append(carry)
     return struct.pack(f"<{len(words)}I", *words)
@@ -83,17 +84,3 @@ def crc_table_fragments(fragments: Sequence[Buffer], block_bytes: int) -> bytes:
 def _check_block_bytes(block_bytes: int) -> None:
     if block_bytes < 1:
         raise InvalidRequest(f"checksum block of {block_bytes} bytes: it must hold at least 1 byte")
-
-
-def _flat(data: Buffer) -> memoryview:
-    """`data` as a flat view of bytes, without a copy."""
-    view = memoryview(data)
-    if view.format == "B" and view.ndim == 1 and view.c_contiguous:
-        return view
-    if view.nbytes == 0:
-        return memoryview(b"")
-    if not view.c_contiguous:
-        raise InvalidRequest(
-            f"buffer of shape {view.shape} and strides {view.strides} is not C-contiguous; pass a contiguous one"
-        )
-    return view.cast("B")

@@ -21,6 +21,7 @@ OWN_PACKAGES = {"kvstore", "kvstore_client", "kvstore_bench"}
 THIRD_PARTY_HOMES: dict[str, tuple[str, ...]] = {
     "blake3": ("kvstore/types/digest.py",),
     "fastcrc": ("kvstore/types/checksum.py",),
+    "hypothesis": ("kvstore/testing/",),
 }
 FREE_PACKAGES = {"numpy", "_cffi_backend"}
 

@@ -1,4 +1,4 @@
-"""BLAKE3 in plain Python after the specification (github.com/BLAKE3-team/BLAKE3-specs): slow, and nobody else's code."""
+"""BLAKE3 in plain Python after the specification (github.com/BLAKE3-team/BLAKE3-specs), slow and of our own."""
 
 from __future__ import annotations
 
