@@ -51,7 +51,7 @@ def test_window_layers_are_a_sparse_part_of_their_own() -> None:
 
 
 def test_a_model_of_window_layers_only_is_refused_with_the_reason() -> None:
-    with pytest.raises(InvalidRequest, match="all 2 layers .* at least one layer that keeps every token"):
+    with pytest.raises(InvalidRequest, match=r"all 2 layers .* at least one layer that keeps every token"):
         shape(full=(), window=(0, 1), window_tokens=47).layout(16)
 
 
