@@ -1,0 +1,1 @@
+"""The command `kvstore`: what people run, and how it looks."""
