@@ -33,7 +33,7 @@ _PART: Final = b"kvstore.part.v1"
 _U32: Final = struct.Struct("<I")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ChunkKey:
     """The key of one chunk. Two keys are equal when their digests are.
 
@@ -46,8 +46,11 @@ class ChunkKey:
 
     digest: bytes
     position: int | None = field(default=None, compare=False)
-    parent: bytes | None = field(default=None, compare=False, repr=False)
-    run_head: bytes = field(compare=False, repr=False)
+    parent: bytes | None = field(default=None, compare=False)
+    run_head: bytes = field(compare=False)
+
+    def __repr__(self) -> str:
+        return f"ChunkKey({self.digest.hex()[:8]}.., position {self.position})"
 
 
 class KeyChain(Sequence[ChunkKey]):

@@ -89,6 +89,7 @@ class KVLayout:
     _sizes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)  # [part][shard]
     _dense_record_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)  # [shard]
     _checksum_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)  # [part]
+    _dense_checksum_bytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shard_axis", member(ShardAxis, self.shard_axis, what="shard_axis"))
@@ -107,6 +108,8 @@ class KVLayout:
             "_checksum_bytes",
             tuple(part.checksum_bytes or _default_checksum_bytes(self._layer_bytes(part)) for part in self.parts),
         )
+        leader = self._index(max(self.dense_parts, key=self._layer_bytes).name)
+        object.__setattr__(self, "_dense_checksum_bytes", self._checksum_bytes[leader])
         object.__setattr__(self, "digest", digest(self.encode()))
 
     @classmethod
@@ -223,9 +226,7 @@ class KVLayout:
         CHECKSUM_BYTES_MAX) where a layer is above CHECKSUM_BYTES_MAX. A dense record takes the same part's own
         `checksum_bytes` when that is set.
         """
-        if part is not None:
-            return self._checksum_bytes[self._sparse_index(part)]
-        return self._checksum_bytes[self._index(max(self.dense_parts, key=self._layer_bytes).name)]
+        return self._dense_checksum_bytes if part is None else self._checksum_bytes[self._sparse_index(part)]
 
     def differences(self, other: KVLayout) -> list[str]:
         """Names of the fields in which the two differ; parts as "parts.NAME.FIELD" or "parts.NAME"."""

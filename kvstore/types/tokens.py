@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from array import array
 from collections.abc import Sequence
@@ -59,21 +60,26 @@ def _pack_sequence(tokens: Sequence[int]) -> PackedTokens:
     ids = np.frombuffer(packed, np.uint32)
     # array() takes True for 1; only where 0 or 1 came out can a bool have gone in, so few types need a look
     for index in np.flatnonzero(ids <= 1).tolist():
-        if not _is_id(tokens[index]):
+        if _is_truth(tokens[index]):
             raise _first_bad(tokens)
     return ids if sys.byteorder == "little" else ids.astype("<u4")
 
 
-def _is_id(token: object) -> bool:
-    return isinstance(token, int | np.integer) and not isinstance(token, bool)
+def _is_truth(token: object) -> bool:
+    """True for a bool, and for a one-element array or tensor of them."""
+    return isinstance(token, bool) or str(getattr(token, "dtype", "")).endswith("bool")
 
 
 def _first_bad(tokens: Sequence[int]) -> InvalidRequest:
     for index, token in enumerate(tokens):
-        if not _is_id(token):
+        try:
+            value = operator.index(token)
+        except TypeError:
+            value = None
+        if value is None or _is_truth(token):
             return InvalidRequest(f"token {index} is {token!r} ({type(token).__name__}); pass an integer id")
-        if not 0 <= token <= TOKEN_MAX:
-            return _out_of_range(index, int(token))
+        if not 0 <= value <= TOKEN_MAX:
+            return _out_of_range(index, value)
     return InvalidRequest("tokens changed while they were read; pass a sequence nobody else changes")
 
 

@@ -110,6 +110,7 @@ def test_equality_is_by_digests_position_and_parent() -> None:
 def test_repr_is_short() -> None:
     assert len(repr(chain_of(500))) < 80
     assert repr(chain_of(500)).startswith("KeyChain(500 keys, from 0, ")
+    assert repr(chain_of(5)[3]) == f"ChunkKey({chain_of(5)[3].digest.hex()[:8]}.., position 3)"
     assert repr(KeyChain()) == "KeyChain(0 keys, no positions)"
 
 

@@ -67,5 +67,22 @@ def test_a_bad_array_is_refused(bad: Sequence[int], message: str) -> None:
         pack_tokens(bad)
 
 
+class Scalar:
+    """What a one-element tensor looks like."""
+
+    def __init__(self, value: int, dtype: str) -> None:
+        self.value, self.dtype = value, dtype
+
+    def __index__(self) -> int:
+        return self.value
+
+
+def test_scalars_of_a_tensor_are_ids_unless_they_are_truth_values() -> None:
+    ids: list[Any] = [Scalar(0, "torch.int64"), Scalar(1, "torch.int64"), Scalar(7, "torch.int64")]
+    assert pack_tokens(ids).tolist() == [0, 1, 7]
+    with pytest.raises(InvalidRequest, match="token 3 is .*Scalar"):
+        pack_tokens([*ids, Scalar(1, "torch.bool")])  # type: ignore[list-item]
+
+
 def test_no_tokens_pack_to_nothing() -> None:
     assert len(pack_tokens([])) == len(pack_tokens(np.array([]))) == 0
