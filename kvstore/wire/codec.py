@@ -37,6 +37,7 @@ def unpack_fields(body: bytes | bytearray | memoryview, *, what: str) -> tuple[S
             max_array_len=MESSAGE_FIELDS_MAX,
             max_map_len=0,
             max_ext_len=0,
+            ext_hook=_no_extensions,
             max_str_len=length,
             max_bin_len=length,
         )
@@ -72,10 +73,15 @@ def unpack_plain(data: bytes, *, what: str) -> Plain:
             max_array_len=ADMIN_ENTRIES_MAX,
             max_map_len=ADMIN_ENTRIES_MAX,
             max_ext_len=0,
+            ext_hook=_no_extensions,
         )
     except _DEFECTS as error:
         raise InvalidRequest(f"{what} of {len(data)} bytes is no msgpack value: {_reason(error)}") from None
     return value
+
+
+def _no_extensions(code: int, data: bytes) -> Scalar:
+    raise ValueError(f"extension type {code} of {len(data)} bytes")
 
 
 def _reason(error: BaseException) -> str:

@@ -92,7 +92,7 @@ class Message:
     __slots__ = ()
 
     TYPE: ClassVar[FrameType]
-    _RULES: ClassVar[tuple[tuple[str, Callable[[str, Scalar], None]], ...]]
+    _RULES: ClassVar[tuple[tuple[str, str, Callable[[str, Scalar], None]], ...]]
     _VALUES: ClassVar[Callable[[Any], Any]]
 
     def encode(self) -> bytes:
@@ -112,8 +112,8 @@ class Message:
         if len(values) < len(rules):
             raise InvalidRequest(f"{name} has {len(values)} fields; the field {rules[len(values)][0]!r} is missing")
         arguments = {}
-        for (field, check), value in zip(rules, values, strict=False):
-            check(f"{name}.{field}", value)
+        for (field, what, check), value in zip(rules, values, strict=False):
+            check(what, value)
             arguments[field] = value
         message = cls(**arguments)
         message.validate()
@@ -133,7 +133,7 @@ def message(frame_type: FrameType) -> Callable[[type[M]], type[M]]:
         hints = get_type_hints(cls, include_extras=True)
         names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         cls.TYPE = frame_type
-        cls._RULES = tuple((name, hints[name].__metadata__[0].check) for name in names)
+        cls._RULES = tuple((name, f"{frame_type.name}.{name}", hints[name].__metadata__[0].check) for name in names)
         getter = attrgetter(*names) if names else None
         if getter is None:
             cls._VALUES = staticmethod(lambda _: ())

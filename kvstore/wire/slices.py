@@ -107,7 +107,7 @@ def decode_slices(body: bytes | bytearray | memoryview, *, count: int, payload_b
             or record_bytes > PAYLOAD_BYTES_MAX
             or flags > FLAG_LAST
             or (length and (block_bytes < CHECKSUM_BYTES_MIN or offset % block_bytes))
-            or (crc_count and crc_count != -(-length // block_bytes))
+            or (crc_count and (not length or crc_count != -(-length // block_bytes)))
             or (status and length)
         ):
             raise InvalidRequest(_defect(one, flags=flags, crc_count=crc_count))
@@ -133,6 +133,8 @@ def _defect(one: Slice, *, flags: int, crc_count: int) -> str:
         return f"{where} has unknown flags {flags:#x}"
     if one.status:
         return f"{where} has status {one.status} and {one.length_bytes} bytes; a miss has none"
+    if not one.length_bytes:
+        return f"{where} has no bytes and {crc_count} CRC words"
     if one.block_bytes < CHECKSUM_BYTES_MIN:
         return f"{where} has checksum blocks of {one.block_bytes} bytes, the least is {CHECKSUM_BYTES_MIN}"
     if one.offset % one.block_bytes:
