@@ -50,7 +50,8 @@ class Node:
         self._ready_path = Path(self._folder.name) / "ready.json"
         self._command = [
             sys.executable, "-m", "kvstore.cli.main", "serve", "--data-dir", str(data_dir),
-            "--capacity", str(capacity_bytes), "--cache", str(cache_bytes), "--grpc-port", "0", "--data-port", "0", "--metrics-port", "0",
+            "--capacity", str(capacity_bytes), "--cache", str(cache_bytes), "--grpc-port", "0",
+            "--data-port", "0", "--metrics-port", "0",
             "--ready-file", str(self._ready_path), *extra,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
