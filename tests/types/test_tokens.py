@@ -80,7 +80,7 @@ class Scalar:
 def test_scalars_of_a_tensor_are_ids_unless_they_are_truth_values() -> None:
     ids: list[Any] = [Scalar(0, "torch.int64"), Scalar(1, "torch.int64"), Scalar(7, "torch.int64")]
     assert pack_tokens(ids).tolist() == [0, 1, 7]
-    with pytest.raises(InvalidRequest, match="token 3 is .*Scalar"):
+    with pytest.raises(InvalidRequest, match=r"token 3 is .*Scalar"):
         pack_tokens([*ids, Scalar(1, "torch.bool")])  # type: ignore[list-item]
 
 
