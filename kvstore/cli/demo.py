@@ -35,7 +35,7 @@ def run_demo(screen: Screen, *, synthetic: bool) -> int:
     try:
         _need_model_packages(synthetic)
         with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as folder:
-            node = LocalNode(Path(folder))
+            node = LocalNode(Path(folder), arguments=("--cache", "128MiB"))
             try:
                 return _play(screen, node, synthetic)
             finally:

@@ -13,7 +13,7 @@ from kvstore.cli.local_node import LocalNode
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[LocalNode]:
     """A running node with 256 MiB on an empty data dir; ended with the test, whatever the test did to it."""
-    local = LocalNode(tmp_path / "node", capacity="256MiB")
+    local = LocalNode(tmp_path / "node", capacity="256MiB", arguments=("--cache", "32MiB", "--staging", "64MiB"))
     try:
         local.start()
         yield local

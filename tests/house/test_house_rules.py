@@ -42,9 +42,7 @@ def read_modules() -> list[Module]:
         for file in sorted(root.rglob("*.py")):
             if not file.is_relative_to(GENERATED):
                 text = file.read_text()
-                found.append(
-                    Module(path=str(file.relative_to(ROOT)), text=text, tree=ast.parse(text, str(file)))
-                )
+                found.append(Module(path=str(file.relative_to(ROOT)), text=text, tree=ast.parse(text, str(file))))
     return found
 
 
@@ -68,12 +66,8 @@ def test_there_is_something_to_check() -> None:
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.path)
 def test_a_module_is_one_noun_with_a_docstring(module: Module) -> None:
     lines = module.text.count("\n")
-    assert lines <= MODULE_LINES_MAX, (
-        f"{module.path} has {lines} lines, at most {MODULE_LINES_MAX}: it is two nouns"
-    )
-    assert not module.text.strip() or ast.get_docstring(module.tree), (
-        f"{module.path} says nowhere what it is for"
-    )
+    assert lines <= MODULE_LINES_MAX, f"{module.path} has {lines} lines, at most {MODULE_LINES_MAX}: it is two nouns"
+    assert not module.text.strip() or ast.get_docstring(module.tree), f"{module.path} says nowhere what it is for"
 
 
 def test_nothing_is_left_for_later() -> None:
@@ -104,12 +98,8 @@ def test_each_third_party_package_has_one_home() -> None:
             if package in sys.stdlib_module_names or package in OWN_PACKAGES or package in FREE_PACKAGES:
                 continue
             homes = THIRD_PARTY_HOMES.get(package, ())
-            if not any(
-                module.path == home or (home.endswith("/") and module.path.startswith(home)) for home in homes
-            ):
-                strangers.append(
-                    f"{module.path}:{line} imports {package}, whose home is {homes or 'nowhere yet'}"
-                )
+            if not any(module.path == home or (home.endswith("/") and module.path.startswith(home)) for home in homes):
+                strangers.append(f"{module.path}:{line} imports {package}, whose home is {homes or 'nowhere yet'}")
     assert not strangers, "\n".join(strangers)
 
 
@@ -118,8 +108,7 @@ def test_every_home_is_lived_in() -> None:
     for package, homes in THIRD_PARTY_HOMES.items():
         for home in homes:
             if not any(
-                module.path.startswith(home) and package in dict(imported_packages(module.tree))
-                for module in MODULES
+                module.path.startswith(home) and package in dict(imported_packages(module.tree)) for module in MODULES
             ):
                 empty.append(f"{package}: {home}")
     assert not empty, f"homes that nobody lives in: {empty}"
@@ -128,15 +117,9 @@ def test_every_home_is_lived_in() -> None:
 def test_every_folder_of_code_is_a_package() -> None:
     folders = {(ROOT / module.path).parent for module in MODULES}
     bare = [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()]
-    assert not bare, (
-        f"the import contracts see only packages; add __init__.py with a docstring to: {sorted(bare)}"
-    )
+    assert not bare, f"the import contracts see only packages; add __init__.py with a docstring to: {sorted(bare)}"
 
 
 def test_source_roots_are_not_packages() -> None:
-    wrong = [
-        name
-        for name in ("client", "bench", "proto", "helm", "tests")
-        if (ROOT / name / "__init__.py").exists()
-    ]
+    wrong = [name for name in ("client", "bench", "proto", "helm", "tests") if (ROOT / name / "__init__.py").exists()]
     assert not wrong, f"source roots, not packages: {wrong}"
