@@ -43,7 +43,8 @@ SEGMENTS_MAX: Final = (1 << 20) - 1  # 20 bits of a location name the segment
 SEGMENTS_CLOSING_MAX: Final = 2  # full segments that wait for unfinished layer-wise writes
 LOG_HALF_BYTES_MIN: Final = 256 * KiB
 LOG_HALF_BYTES_MAX: Final = 64 * MiB
-LOG_BATCH_BYTES_MAX: Final = 1 * MiB
+LOG_BATCH_BYTES_MAX: Final = 256 * KiB  # a batch fits the smallest half beside its checkpoint
+LOG_WRITE_ATTEMPTS_MAX: Final = 3
 QUEUE_DEPTH_DEFAULT: Final = 32
 QUEUE_DEPTH_MAX: Final = 256
 DEVICE_IO_BYTES_MAX: Final = 4 * MiB
@@ -94,7 +95,12 @@ PIN_TTL_NS_MAX: Final = 600 * SECOND_NS
 PIN_TTL_NS_DEFAULT: Final = 30 * SECOND_NS
 PINNED_SHARE_CLIENT: Final = 0.25
 PINNED_SHARE_TARGET: Final = 0.50
+PINS_MAX: Final = 65_536
+PINS_PER_KEY_MAX: Final = 65_535
 HISTORY_ENTRIES_MAX: Final = 16_384
+HEADERS_BYTES_MAX: Final = 32 * MiB  # record headers remembered for range reads
+CACHE_RECORD_SHARE_MAX: Final = 0.125
+VOLATILE_SHARE_MAX: Final = 0.25  # of the RAM cache, for records that live in RAM only
 ANCESTORS_MAX: Final = 65_536
 ACCESS_TICK_NS: Final = 100 * MS_NS  # u32 ticks last 13 years
 
@@ -109,6 +115,25 @@ WRITE_AMPLIFICATION_MAX: Final = 10.0
 SCRUB_BYTES_SECOND_DEFAULT: Final = 2 * MiB
 SHUTDOWN_NS_DEFAULT: Final = 20 * SECOND_NS
 SHUTDOWN_NS_MAX: Final = 600 * SECOND_NS
+
+# --- supervisor ------------------------------------------------------------------------------------------------
+CONTROL_DEADLINE_NS: Final = 10 * SECOND_NS
+WORKER_START_NS: Final = 60 * SECOND_NS
+WORKER_RECOVERY_NS: Final = 3600 * SECOND_NS
+WORKER_STOP_GRACE_NS: Final = 5 * SECOND_NS
+WORKER_BACKOFF_NS_MIN: Final = 200 * MS_NS
+WORKER_BACKOFF_NS_MAX: Final = 10 * SECOND_NS
+WORKER_HEALTHY_NS: Final = 60 * SECOND_NS
+EDGE_CONNECTIONS_MAX: Final = 1_024
+EDGE_FIRST_BYTES_NS: Final = 10 * SECOND_NS
+EDGE_RELAY_BYTES: Final = 64 * KiB
+HTTP_HEAD_BYTES_MAX: Final = 8 * KiB
+GRPC_MESSAGE_BYTES_MAX: Final = 64 * MiB  # above the limits that we check and name ourselves
+GRPC_CALLS_MAX: Final = 256
+NAMESPACES_PAGE_MAX: Final = 24
+NAMESPACES_PAGE_BYTES_MAX: Final = 2 * MiB
+EXPLAIN_KEYS_MAX: Final = 4_096
+EXPLAIN_NAMESPACES_MAX: Final = 8
 
 # --- client ----------------------------------------------------------------------------------------------------
 CONNECTIONS_PER_WORKER_DEFAULT: Final = 2
@@ -147,3 +172,4 @@ assert VIEW_BYTES_MAX < FRAME_BODY_BYTES_MAX
 assert ADMIN_BYTES_MAX < FRAME_BODY_BYTES_MAX
 assert READ_AHEAD_BYTES >= 80 + SLICE_BYTES_MAX // CHECKSUM_BYTES_MIN * 4, "a slice's head should fit the read-ahead"
 assert BATCH_ITEMS_MAX * (DIGEST_BYTES + 16) < FRAME_BODY_BYTES_MAX, "a full batch of keys must fit one body"
+assert NAMESPACES_PAGE_MAX * (MANIFEST_BYTES_MAX + KiB) < ADMIN_BYTES_MAX, "a page of namespaces must fit one answer"

@@ -10,20 +10,27 @@ import numpy as np
 
 from kvstore.engine.history import Fate, History
 from kvstore.engine.index import NOT_INSERTED, Index
-from kvstore.engine.location import I64, U32, U64, Bools
+from kvstore.engine.location import I64, U32, U64, Bools, location_page_counts, location_pages
 from kvstore.engine.policy import SegmentScores
+from kvstore.limits import PAGE_BYTES, PINS_PER_KEY_MAX
 
 _SCALAR_KEYS_MAX = 8
 """Below this many keys a loop over scalars is faster than numpy."""
 
 
 class Catalog:
-    """The valid records of one drive."""
+    """The valid records of one drive.
+
+    Attributes:
+        index, scores, history: to look at; they are changed through the catalog only.
+        pinned_bytes: padded bytes of the keys that any pin holds, each counted once.
+    """
 
     def __init__(self, *, entries_max: int, segment_count: int, seed: int | None = None) -> None:
         self.index = Index(entries_max, seed=seed)
         self.scores = SegmentScores(segment_count)
         self.history = History(seed=seed)
+        self.pinned_bytes = 0
 
     # --- looking --------------------------------------------------------------------------------------------------
     def lookup(self, keys: U64) -> U64:
@@ -71,6 +78,39 @@ class Catalog:
         # A key given twice would be counted twice.
         self.touch_slots(np.unique(slots[slots >= 0]), tick)
 
+    # --- pins -----------------------------------------------------------------------------------------------------
+    def pinnable_bytes(self, slots: I64) -> int:
+        """Bytes of these slots (each given once) that no pin holds yet; -1 where one is held too often already."""
+        pins = self.index.pins[slots]
+        if (pins == PINS_PER_KEY_MAX).any():
+            return -1
+        return self._bytes_of(slots[pins == 0])
+
+    def pin(self, slots: I64) -> None:
+        """Hold these slots (each given once) against eviction; `pinnable_bytes` said it is possible."""
+        pins = self.index.pins
+        self.pinned_bytes += self._bytes_of(slots[pins[slots] == 0])
+        pins[slots] += 1
+
+    def unpin(self, keys: U64) -> None:
+        """Undo one `pin` of these keys (each given once); keys that went meanwhile are passed over."""
+        slots = self.index.find_many(keys)
+        slots = slots[slots >= 0]
+        pins = self.index.pins
+        # A key that was deleted and put again while it was pinned has fewer pins than holders.
+        slots = slots[pins[slots] > 0]
+        pins[slots] -= 1
+        self.pinned_bytes -= self._bytes_of(slots[pins[slots] == 0])
+
+    def pinned(self, keys: U64) -> Bools:
+        """Which of n keys are pinned."""
+        slots = self.index.find_many(keys)
+        held: Bools = (slots >= 0) & (self.index.pins[slots] > 0)
+        return held
+
+    def _bytes_of(self, slots: I64) -> int:
+        return int(location_page_counts(self.index.locations[slots]).sum()) * PAGE_BYTES
+
     # --- records come ---------------------------------------------------------------------------------------------
     def commit(self, key0: int, key1: int, location: int, tick: int) -> bool:
         """A record became valid; one that lay elsewhere under its key is dead now. False when the index is full."""
@@ -81,6 +121,7 @@ class Catalog:
             return False
         if previous:
             self.scores.remove(previous, before)
+            self._count_replaced(slot, previous, location)
         self.scores.add(location, tick)
         return True
 
@@ -94,9 +135,18 @@ class Catalog:
         previous = self.index.insert_many(keys, locations, tick_of)
         stored: Bools = previous != np.uint64(NOT_INSERTED)
         replaced = stored & (previous != 0)
+        if self.pinned_bytes:
+            for key, old, new in zip(
+                keys[replaced].tolist(), previous[replaced].tolist(), locations[replaced].tolist(), strict=True
+            ):
+                self._count_replaced(self.index.find(key[0], key[1]), old, new)
         self.scores.remove_many(previous[replaced], before[replaced])
         self.scores.add_many(locations[stored], tick_of[stored])
         return stored
+
+    def _count_replaced(self, slot: int, old: int, new: int) -> None:
+        if self.index.pins[slot]:
+            self.pinned_bytes += (location_pages(new) - location_pages(old)) * PAGE_BYTES
 
     def move(self, keys: U64, *, old: U64, new: U64) -> Bools:
         """Records were re-inserted: those that still lie at `old` lie at `new` now, as warm as before. Says which."""
@@ -125,9 +175,11 @@ class Catalog:
         return gone
 
     def _end(self, keys: U64, expected: U64 | None, fate: Fate, tick: int) -> U64:
-        ticks = self.ticks(keys)
+        slots = self.index.find_many(keys)
+        ticks, pins = self.index.access[slots], self.index.pins[slots]
         removed = self.index.delete_many(keys, expected)
         gone = removed != 0
+        self.pinned_bytes -= int(location_page_counts(removed[gone & (pins > 0)]).sum()) * PAGE_BYTES
         self.scores.remove_many(removed[gone], ticks[gone])
         self.history.note(keys[gone], fate, tick)
         return removed

@@ -2,10 +2,10 @@
 
 Extendible hashing over pages of 256 slots. A directory of 2^depth page numbers is indexed by the high bits of a hash; a
 page that cannot take a key splits alone and its twin gets the next free page of one reserved mapping, so growth never
-pauses and physical memory is what pages in use touch. A slot is 28 bytes in four columns: two halves of the key, the
-location, the access tick. Within its page a key may lie in either of two buckets of 8 slots (the emptier takes it), so
-a lookup reads two cache lines of key halves at most. A split keeps every entry in its slot number, and is therefore
-two masked copies of a page.
+pauses and physical memory is what pages in use touch. A slot is 30 bytes in five columns: two halves of the key, the
+location, the access tick, the count of pins. Within its page a key may lie in either of two buckets of 8 slots (the
+emptier takes it), so a lookup reads two cache lines of key halves at most. A split keeps every entry in its slot
+number, and is therefore two masked copies of a page.
 
 The hash is multilinear with secrets drawn per process: keys come from clients, who must not choose where they land.
 """
@@ -18,9 +18,9 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.engine.location import I64, U8, U32, U64, Bools
+from kvstore.engine.location import I64, U8, U16, U32, U64, Bools
 
-SLOT_BYTES: Final = 28
+SLOT_BYTES: Final = 30
 PAGE_SLOTS: Final = 256
 BUCKET_SLOTS: Final = 8
 PAGE_BUCKETS: Final = PAGE_SLOTS // BUCKET_SLOTS
@@ -53,6 +53,7 @@ class Index:
         count: keys in the index.
         locations: u64 per slot, 0 where the slot is free. Read only.
         access: u32 tick per slot. Read only.
+        pins: u16 per slot, how many pins hold the key; the owner of the index writes it. 0 in free slots.
     """
 
     def __init__(self, entries_max: int, *, seed: int | None = None) -> None:
@@ -74,6 +75,7 @@ class Index:
         self._key1: U64 = np.frombuffer(_reserve(slots * 8), dtype=np.uint64)
         self.locations: U64 = np.frombuffer(_reserve(slots * 8), dtype=np.uint64)
         self.access: U32 = np.frombuffer(_reserve(slots * 4), dtype=np.uint32)
+        self.pins: U16 = np.frombuffer(_reserve(slots * 2), dtype=np.uint16)
         self._states: U8 = np.frombuffer(_reserve(slots // BUCKET_SLOTS), dtype=np.uint8)
         self._local_depth: U8 = np.frombuffer(_reserve(self.pages_max), dtype=np.uint8)
         self._key0_rows = self._key0.reshape(-1, BUCKET_SLOTS)
@@ -153,6 +155,7 @@ class Index:
             return 0
         self._location_scalar[slot] = 0
         self._key0_scalar[slot] = 0
+        self.pins[slot] = 0
         self._state_scalar[slot // BUCKET_SLOTS] &= ~(1 << slot % BUCKET_SLOTS) & 0xFF
         self.count -= 1
         return location
@@ -237,6 +240,7 @@ class Index:
         removed[chosen[first]] = self.locations[gone]
         self.locations[gone] = 0
         self._key0[gone] = 0
+        self.pins[gone] = 0
         bits = np.left_shift(1, gone % BUCKET_SLOTS).astype(np.uint8)
         np.bitwise_and.at(self._states, gone // BUCKET_SLOTS, np.invert(bits))
         self.count -= len(gone)
@@ -406,6 +410,8 @@ class Index:
         self._key1[new] = key1
         self.locations[new] = locations * moves
         self.access[new] = self.access[old]
+        self.pins[new] = self.pins[old] * moves
+        self.pins[old] *= ~moves
         key0 *= ~moves
         locations *= ~moves
         for side in (page, twin):

@@ -14,6 +14,7 @@ from kvstore.limits import PAGE_BYTES, PAYLOAD_BYTES_MAX, SEGMENT_BYTES_MAX
 
 U64 = npt.NDArray[np.uint64]
 U32 = npt.NDArray[np.uint32]
+U16 = npt.NDArray[np.uint16]
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
