@@ -144,7 +144,7 @@ class DispatchQueue:
         """Collect completions, start more; returns what completed, with `error` and `done_bytes` set. Never blocks."""
         if now_ns is None:
             now_ns = time.monotonic_ns()
-        done = self.device.poll() if self.in_flight else []
+        done = self.device.poll()
         if done:
             self._account(done, now_ns)
         if self.queued:
