@@ -63,7 +63,7 @@ def _play(screen: Screen, node: LocalNode, synthetic: bool) -> int:
         tell(f"serving on {node.start().grpc}, data in {node.data_dir}")
     with screen.step("prefill: compute the prompt's KV, write its chunks") as tell:
         prefill = _report(["prefill", "--node", node.addresses.grpc, *flags], tell)
-        tell(f"{prefill.chunks} chunks of {prefill.prompt_tokens} tokens, {_mb(prefill.length_bytes)}, durable")
+        tell(f"{prefill.chunks} chunks, {_mb(prefill.length_bytes)}, durable")
     with screen.step("kill -9 the node, start it again") as tell:
         node.kill()
         started_ns = time.monotonic_ns()
@@ -90,7 +90,7 @@ def _verdict(screen: Screen, prefill: RoleReport, decode: RoleReport, alone: Rol
         ("bytes restored", f"{_mb(decode.length_bytes)} in {_ms(decode.store_ns)}"),
         ("time to first token, cold", _ms(alone.first_token_ns)),
         ("time to first token, restored", f"{_ms(decode.first_token_ns)}, {faster:.1f} times sooner"),
-        ("text identical to a run without the store", "yes" if identical else "NO"),
+        ("text with and without the store", "identical" if identical else "DIFFERS"),
     ]
     screen.table("A prefix computed once", rows)
     screen.quote("with the store", decode.text)

@@ -22,11 +22,12 @@ def test_the_synthetic_demo_restores_the_whole_prefix() -> None:
     done = run_demo("--synthetic")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1024 of 1040 in 32 chunks" in done.stdout
-    assert "text identical to a run without the store" in done.stdout
+    assert "identical" in done.stdout
 
 
 @pytest.mark.timeout(600)  # the first run on a machine downloads and converts the weights
 def test_the_demo_generates_the_same_text_from_the_restored_cache_of_a_real_model() -> None:
     done = run_demo()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "960 of 977 in 30 chunks" in done.stdout
+    assert "960 of 974 in 30 chunks" in done.stdout
+    assert "identical" in done.stdout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-QUESTION: Final = "A decode worker reports that it lost its connection to a storage node. What should I do first?"
+QUESTION: Final = "Which team do I call when several storage nodes are gone at once, and why?"
 
 HANDBOOK: Final = """\
 You are the on-call assistant of the Northwind inference cluster. Answer from this handbook, briefly and in plain words.
