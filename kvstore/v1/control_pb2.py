@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvstore/v1/control.proto\x12\nkvstore.v1\"\x10\n\x0eGetViewRequest\"\'\n\x10WatchViewRequest\x12\x13\n\x0bknown_epoch\x18\x01 \x01(\x04\"A\n\x06Target\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x03(\t\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\r\n\x05state\x18\x04 \x01(\t\"K\n\x04View\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12#\n\x07targets\x18\x03 \x03(\x0b\x32\x12.kvstore.v1.Target\"\x11\n\x0fGetStatsRequest\"@\n\tHistogram\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\x04\x12\x11\n\tbounds_ns\x18\x02 \x03(\x04\x12\x10\n\x08total_ns\x18\x03 \x01(\x04\"\x8d\x01\n\x06Number\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\x07integer\x18\x02 \x01(\x03H\x00\x12\x0e\n\x04real\x18\x03 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12*\n\thistogram\x18\x05 \x01(\x0b\x32\x15.kvstore.v1.HistogramH\x00\x12\r\n\x05label\x18\x06 \x01(\tB\x07\n\x05value\"b\n\x06Worker\x12\x0c\n\x04rail\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x04 \x03(\t\x12\x10\n\x08restarts\x18\x05 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\"\xd5\x01\n\x05Stats\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x16\n\x0euptime_seconds\x18\x05 \x01(\x01\x12#\n\x07workers\x18\x06 \x03(\x0b\x32\x12.kvstore.v1.Worker\x12#\n\x07numbers\x18\x07 \x03(\x0b\x32\x12.kvstore.v1.Number\x12\x0c\n\x04grpc\x18\x08 \x01(\t\x12\x0f\n\x07metrics\x18\t \x01(\t\x12\x0b\n\x03pid\x18\n \x01(\r\"E\n\x15ListNamespacesRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\x0c\"\xd8\x01\n\rNamespaceInfo\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07weights\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x18\n\x10\x61\x64\x61pter_revision\x18\x06 \x01(\t\x12\x0e\n\x06layout\x18\x07 \x01(\t\x12\x15\n\rlayout_digest\x18\x08 \x01(\x0c\x12\x12\n\ngeneration\x18\t \x01(\r\x12\x0f\n\x07\x64ropped\x18\n \x01(\x08\x12\x10\n\x08manifest\x18\x0b \x01(\x0c\"U\n\x16ListNamespacesResponse\x12-\n\nnamespaces\x18\x01 \x03(\x0b\x32\x19.kvstore.v1.NamespaceInfo\x12\x0c\n\x04next\x18\x02 \x01(\x0c\"?\n\rLookupRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\r\n\x05\x63ount\x18\x03 \x01(\x08\"K\n\x0eLookupResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\x12\x0e\n\x06prefix\x18\x02 \x01(\r\x12\x17\n\x0fnamespace_known\x18\x03 \x01(\x08\"\xae\x01\n\x0e\x45xplainRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\x10\n\x08manifest\x18\x03 \x01(\x0c\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07weights\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12\x18\n\x10\x61\x64\x61pter_revision\x18\x07 \x01(\t\x12\x0c\n\x04keys\x18\x08 \x01(\x0c\x12\x0e\n\x06tokens\x18\t \x03(\r\"K\n\x0eKeyExplanation\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06\x61go_ns\x18\x04 \x01(\x04\"?\n\x0f\x46ieldDifference\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\r\n\x05\x61sked\x18\x02 \x01(\t\x12\x0e\n\x06stored\x18\x03 \x01(\t\"\xa0\x01\n\x14NamespaceExplanation\x12,\n\tnamespace\x18\x01 \x01(\x0b\x32\x19.kvstore.v1.NamespaceInfo\x12\x30\n\x0b\x64ifferences\x18\x02 \x03(\x0b\x32\x1b.kvstore.v1.FieldDifference\x12(\n\x04keys\x18\x03 \x03(\x0b\x32\x1a.kvstore.v1.KeyExplanation\"q\n\x0f\x45xplainResponse\x12\x0f\n\x07summary\x18\x01 \x01(\t\x12\x17\n\x0fnamespace_known\x18\x02 \x01(\x08\x12\x34\n\nnamespaces\x18\x03 \x03(\x0b\x32 .kvstore.v1.NamespaceExplanation\"9\n\x14\x44ropNamespaceRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\"(\n\x15\x44ropNamespaceResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\x08\"$\n\x0cScrubRequest\x12\x14\n\x0c\x62ytes_second\x18\x01 \x01(\x04\" \n\rScrubResponse\x12\x0f\n\x07started\x18\x01 \x01(\x08\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06resume\x18\x01 \x01(\x08\"!\n\rDrainResponse\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\x32\xed\x04\n\x07\x43ontrol\x12\x37\n\x07GetView\x12\x1a.kvstore.v1.GetViewRequest\x1a\x10.kvstore.v1.View\x12=\n\tWatchView\x12\x1c.kvstore.v1.WatchViewRequest\x1a\x10.kvstore.v1.View0\x01\x12:\n\x08GetStats\x12\x1b.kvstore.v1.GetStatsRequest\x1a\x11.kvstore.v1.Stats\x12W\n\x0eListNamespaces\x12!.kvstore.v1.ListNamespacesRequest\x1a\".kvstore.v1.ListNamespacesResponse\x12?\n\x06Lookup\x12\x19.kvstore.v1.LookupRequest\x1a\x1a.kvstore.v1.LookupResponse\x12\x42\n\x07\x45xplain\x12\x1a.kvstore.v1.ExplainRequest\x1a\x1b.kvstore.v1.ExplainResponse\x12T\n\rDropNamespace\x12 .kvstore.v1.DropNamespaceRequest\x1a!.kvstore.v1.DropNamespaceResponse\x12<\n\x05Scrub\x12\x18.kvstore.v1.ScrubRequest\x1a\x19.kvstore.v1.ScrubResponse\x12<\n\x05\x44rain\x12\x18.kvstore.v1.DrainRequest\x1a\x19.kvstore.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvstore/v1/control.proto\x12\nkvstore.v1\"\x10\n\x0eGetViewRequest\"\'\n\x10WatchViewRequest\x12\x13\n\x0bknown_epoch\x18\x01 \x01(\x04\"A\n\x06Target\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x03(\t\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\r\n\x05state\x18\x04 \x01(\t\"K\n\x04View\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12#\n\x07targets\x18\x03 \x03(\x0b\x32\x12.kvstore.v1.Target\"\x11\n\x0fGetStatsRequest\"@\n\tHistogram\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\x04\x12\x11\n\tbounds_ns\x18\x02 \x03(\x04\x12\x10\n\x08total_ns\x18\x03 \x01(\x04\"\x1a\n\x08Integers\x12\x0e\n\x06values\x18\x01 \x03(\x03\"\xa4\x01\n\x06Number\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\x07integer\x18\x02 \x01(\x03H\x00\x12\x0e\n\x04real\x18\x03 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12*\n\thistogram\x18\x05 \x01(\x0b\x32\x15.kvstore.v1.HistogramH\x00\x12$\n\x04list\x18\x06 \x01(\x0b\x32\x14.kvstore.v1.IntegersH\x00\x42\x07\n\x05value\"b\n\x06Worker\x12\x0c\n\x04rail\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x04 \x03(\t\x12\x10\n\x08restarts\x18\x05 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\"\xd5\x01\n\x05Stats\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x16\n\x0euptime_seconds\x18\x05 \x01(\x01\x12#\n\x07workers\x18\x06 \x03(\x0b\x32\x12.kvstore.v1.Worker\x12#\n\x07numbers\x18\x07 \x03(\x0b\x32\x12.kvstore.v1.Number\x12\x0c\n\x04grpc\x18\x08 \x01(\t\x12\x0f\n\x07metrics\x18\t \x01(\t\x12\x0b\n\x03pid\x18\n \x01(\r\"E\n\x15ListNamespacesRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\x0c\"\xd8\x01\n\rNamespaceInfo\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07weights\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x18\n\x10\x61\x64\x61pter_revision\x18\x06 \x01(\t\x12\x0e\n\x06layout\x18\x07 \x01(\t\x12\x15\n\rlayout_digest\x18\x08 \x01(\x0c\x12\x12\n\ngeneration\x18\t \x01(\r\x12\x0f\n\x07\x64ropped\x18\n \x01(\x08\x12\x10\n\x08manifest\x18\x0b \x01(\x0c\"U\n\x16ListNamespacesResponse\x12-\n\nnamespaces\x18\x01 \x03(\x0b\x32\x19.kvstore.v1.NamespaceInfo\x12\x0c\n\x04next\x18\x02 \x01(\x0c\"?\n\rLookupRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\r\n\x05\x63ount\x18\x03 \x01(\x08\"K\n\x0eLookupResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\x12\x0e\n\x06prefix\x18\x02 \x01(\r\x12\x17\n\x0fnamespace_known\x18\x03 \x01(\x08\"\xae\x01\n\x0e\x45xplainRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\x10\n\x08manifest\x18\x03 \x01(\x0c\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07weights\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12\x18\n\x10\x61\x64\x61pter_revision\x18\x07 \x01(\t\x12\x0c\n\x04keys\x18\x08 \x01(\x0c\x12\x0e\n\x06tokens\x18\t \x03(\r\"K\n\x0eKeyExplanation\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06\x61go_ns\x18\x04 \x01(\x04\"?\n\x0f\x46ieldDifference\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\r\n\x05\x61sked\x18\x02 \x01(\t\x12\x0e\n\x06stored\x18\x03 \x01(\t\"\xa0\x01\n\x14NamespaceExplanation\x12,\n\tnamespace\x18\x01 \x01(\x0b\x32\x19.kvstore.v1.NamespaceInfo\x12\x30\n\x0b\x64ifferences\x18\x02 \x03(\x0b\x32\x1b.kvstore.v1.FieldDifference\x12(\n\x04keys\x18\x03 \x03(\x0b\x32\x1a.kvstore.v1.KeyExplanation\"q\n\x0f\x45xplainResponse\x12\x0f\n\x07summary\x18\x01 \x01(\t\x12\x17\n\x0fnamespace_known\x18\x02 \x01(\x08\x12\x34\n\nnamespaces\x18\x03 \x03(\x0b\x32 .kvstore.v1.NamespaceExplanation\"9\n\x14\x44ropNamespaceRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\"(\n\x15\x44ropNamespaceResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\x08\"$\n\x0cScrubRequest\x12\x14\n\x0c\x62ytes_second\x18\x01 \x01(\x04\" \n\rScrubResponse\x12\x0f\n\x07started\x18\x01 \x01(\x08\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06resume\x18\x01 \x01(\x08\"!\n\rDrainResponse\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\x32\xed\x04\n\x07\x43ontrol\x12\x37\n\x07GetView\x12\x1a.kvstore.v1.GetViewRequest\x1a\x10.kvstore.v1.View\x12=\n\tWatchView\x12\x1c.kvstore.v1.WatchViewRequest\x1a\x10.kvstore.v1.View0\x01\x12:\n\x08GetStats\x12\x1b.kvstore.v1.GetStatsRequest\x1a\x11.kvstore.v1.Stats\x12W\n\x0eListNamespaces\x12!.kvstore.v1.ListNamespacesRequest\x1a\".kvstore.v1.ListNamespacesResponse\x12?\n\x06Lookup\x12\x19.kvstore.v1.LookupRequest\x1a\x1a.kvstore.v1.LookupResponse\x12\x42\n\x07\x45xplain\x12\x1a.kvstore.v1.ExplainRequest\x1a\x1b.kvstore.v1.ExplainResponse\x12T\n\rDropNamespace\x12 .kvstore.v1.DropNamespaceRequest\x1a!.kvstore.v1.DropNamespaceResponse\x12<\n\x05Scrub\x12\x18.kvstore.v1.ScrubRequest\x1a\x19.kvstore.v1.ScrubResponse\x12<\n\x05\x44rain\x12\x18.kvstore.v1.DrainRequest\x1a\x19.kvstore.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,44 +43,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATSREQUEST']._serialized_end=260
   _globals['_HISTOGRAM']._serialized_start=262
   _globals['_HISTOGRAM']._serialized_end=326
-  _globals['_NUMBER']._serialized_start=329
-  _globals['_NUMBER']._serialized_end=470
-  _globals['_WORKER']._serialized_start=472
-  _globals['_WORKER']._serialized_end=570
-  _globals['_STATS']._serialized_start=573
-  _globals['_STATS']._serialized_end=786
-  _globals['_LISTNAMESPACESREQUEST']._serialized_start=788
-  _globals['_LISTNAMESPACESREQUEST']._serialized_end=857
-  _globals['_NAMESPACEINFO']._serialized_start=860
-  _globals['_NAMESPACEINFO']._serialized_end=1076
-  _globals['_LISTNAMESPACESRESPONSE']._serialized_start=1078
-  _globals['_LISTNAMESPACESRESPONSE']._serialized_end=1163
-  _globals['_LOOKUPREQUEST']._serialized_start=1165
-  _globals['_LOOKUPREQUEST']._serialized_end=1228
-  _globals['_LOOKUPRESPONSE']._serialized_start=1230
-  _globals['_LOOKUPRESPONSE']._serialized_end=1305
-  _globals['_EXPLAINREQUEST']._serialized_start=1308
-  _globals['_EXPLAINREQUEST']._serialized_end=1482
-  _globals['_KEYEXPLANATION']._serialized_start=1484
-  _globals['_KEYEXPLANATION']._serialized_end=1559
-  _globals['_FIELDDIFFERENCE']._serialized_start=1561
-  _globals['_FIELDDIFFERENCE']._serialized_end=1624
-  _globals['_NAMESPACEEXPLANATION']._serialized_start=1627
-  _globals['_NAMESPACEEXPLANATION']._serialized_end=1787
-  _globals['_EXPLAINRESPONSE']._serialized_start=1789
-  _globals['_EXPLAINRESPONSE']._serialized_end=1902
-  _globals['_DROPNAMESPACEREQUEST']._serialized_start=1904
-  _globals['_DROPNAMESPACEREQUEST']._serialized_end=1961
-  _globals['_DROPNAMESPACERESPONSE']._serialized_start=1963
-  _globals['_DROPNAMESPACERESPONSE']._serialized_end=2003
-  _globals['_SCRUBREQUEST']._serialized_start=2005
-  _globals['_SCRUBREQUEST']._serialized_end=2041
-  _globals['_SCRUBRESPONSE']._serialized_start=2043
-  _globals['_SCRUBRESPONSE']._serialized_end=2075
-  _globals['_DRAINREQUEST']._serialized_start=2077
-  _globals['_DRAINREQUEST']._serialized_end=2107
-  _globals['_DRAINRESPONSE']._serialized_start=2109
-  _globals['_DRAINRESPONSE']._serialized_end=2142
-  _globals['_CONTROL']._serialized_start=2145
-  _globals['_CONTROL']._serialized_end=2766
+  _globals['_INTEGERS']._serialized_start=328
+  _globals['_INTEGERS']._serialized_end=354
+  _globals['_NUMBER']._serialized_start=357
+  _globals['_NUMBER']._serialized_end=521
+  _globals['_WORKER']._serialized_start=523
+  _globals['_WORKER']._serialized_end=621
+  _globals['_STATS']._serialized_start=624
+  _globals['_STATS']._serialized_end=837
+  _globals['_LISTNAMESPACESREQUEST']._serialized_start=839
+  _globals['_LISTNAMESPACESREQUEST']._serialized_end=908
+  _globals['_NAMESPACEINFO']._serialized_start=911
+  _globals['_NAMESPACEINFO']._serialized_end=1127
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_start=1129
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_end=1214
+  _globals['_LOOKUPREQUEST']._serialized_start=1216
+  _globals['_LOOKUPREQUEST']._serialized_end=1279
+  _globals['_LOOKUPRESPONSE']._serialized_start=1281
+  _globals['_LOOKUPRESPONSE']._serialized_end=1356
+  _globals['_EXPLAINREQUEST']._serialized_start=1359
+  _globals['_EXPLAINREQUEST']._serialized_end=1533
+  _globals['_KEYEXPLANATION']._serialized_start=1535
+  _globals['_KEYEXPLANATION']._serialized_end=1610
+  _globals['_FIELDDIFFERENCE']._serialized_start=1612
+  _globals['_FIELDDIFFERENCE']._serialized_end=1675
+  _globals['_NAMESPACEEXPLANATION']._serialized_start=1678
+  _globals['_NAMESPACEEXPLANATION']._serialized_end=1838
+  _globals['_EXPLAINRESPONSE']._serialized_start=1840
+  _globals['_EXPLAINRESPONSE']._serialized_end=1953
+  _globals['_DROPNAMESPACEREQUEST']._serialized_start=1955
+  _globals['_DROPNAMESPACEREQUEST']._serialized_end=2012
+  _globals['_DROPNAMESPACERESPONSE']._serialized_start=2014
+  _globals['_DROPNAMESPACERESPONSE']._serialized_end=2054
+  _globals['_SCRUBREQUEST']._serialized_start=2056
+  _globals['_SCRUBREQUEST']._serialized_end=2092
+  _globals['_SCRUBRESPONSE']._serialized_start=2094
+  _globals['_SCRUBRESPONSE']._serialized_end=2126
+  _globals['_DRAINREQUEST']._serialized_start=2128
+  _globals['_DRAINREQUEST']._serialized_end=2158
+  _globals['_DRAINRESPONSE']._serialized_start=2160
+  _globals['_DRAINRESPONSE']._serialized_end=2193
+  _globals['_CONTROL']._serialized_start=2196
+  _globals['_CONTROL']._serialized_end=2817
 # @@protoc_insertion_point(module_scope)

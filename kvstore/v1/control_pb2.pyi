@@ -52,21 +52,27 @@ class Histogram(_message.Message):
     total_ns: int
     def __init__(self, counts: _Optional[_Iterable[int]] = ..., bounds_ns: _Optional[_Iterable[int]] = ..., total_ns: _Optional[int] = ...) -> None: ...
 
+class Integers(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, values: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class Number(_message.Message):
-    __slots__ = ("name", "integer", "real", "text", "histogram", "label")
+    __slots__ = ("name", "integer", "real", "text", "histogram", "list")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INTEGER_FIELD_NUMBER: _ClassVar[int]
     REAL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     HISTOGRAM_FIELD_NUMBER: _ClassVar[int]
-    LABEL_FIELD_NUMBER: _ClassVar[int]
+    LIST_FIELD_NUMBER: _ClassVar[int]
     name: str
     integer: int
     real: float
     text: str
     histogram: Histogram
-    label: str
-    def __init__(self, name: _Optional[str] = ..., integer: _Optional[int] = ..., real: _Optional[float] = ..., text: _Optional[str] = ..., histogram: _Optional[_Union[Histogram, _Mapping]] = ..., label: _Optional[str] = ...) -> None: ...
+    list: Integers
+    def __init__(self, name: _Optional[str] = ..., integer: _Optional[int] = ..., real: _Optional[float] = ..., text: _Optional[str] = ..., histogram: _Optional[_Union[Histogram, _Mapping]] = ..., list: _Optional[_Union[Integers, _Mapping]] = ...) -> None: ...
 
 class Worker(_message.Message):
     __slots__ = ("rail", "pid", "state", "data", "restarts", "detail")

@@ -1,0 +1,234 @@
+"""The control plane's verbs, without gRPC: what tools and routers may ask of a node."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Final
+
+from kvstore.cluster.view import View
+from kvstore.errors import Internal, InvalidRequest, UnknownNamespace
+from kvstore.limits import (
+    BATCH_ITEMS_MAX,
+    DIGEST_BYTES,
+    EXPLAIN_KEYS_MAX,
+    NAMESPACES_PAGE_BYTES_MAX,
+    NAMESPACES_PAGE_MAX,
+)
+from kvstore.server.admin import maps_of
+from kvstore.server.explain import KeyAsker, explain
+from kvstore.server.fleet import Fleet
+from kvstore.server.report import (
+    Answer,
+    KeyAnswer,
+    Lookup,
+    NamespacePage,
+    NamespaceReport,
+    NodeReport,
+    Question,
+)
+from kvstore.server.worker_handle import WorkerHandle
+from kvstore.types.namespace import Manifest
+from kvstore.types.results import MissReason
+from kvstore.wire.codec import Plain
+from kvstore.wire.messages import Drop, End, Match, MatchReply
+
+_HIT: Final = 0
+
+
+class Control:
+    """Each verb raises KVStoreError; `deadline_ns` is the time that it may take."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def view(self) -> View:
+        """Who serves."""
+        return self._fleet.view
+
+    def views(self, known_epoch: int) -> AsyncIterator[View]:
+        """Each view newer than `known_epoch`."""
+        return self._fleet.views(known_epoch)
+
+    async def report(self) -> NodeReport:
+        """State and metrics of the node."""
+        return await self._fleet.report()
+
+    async def namespaces(self, tenant: str, *, after: bytes, limit: int, deadline_ns: int) -> NamespacePage:
+        """Namespaces of one tenant in the order of digests, those that any worker knows."""
+        _require(tenant, "tenant")
+        if after and len(after) != DIGEST_BYTES:
+            raise InvalidRequest(f"after has {len(after)} bytes; pass `next` of the last page, {DIGEST_BYTES} bytes")
+        return _page(await self._of_tenant(tenant, after, deadline_ns), limit)
+
+    async def lookup(self, namespace: bytes, keys: bytes, *, count: bool, deadline_ns: int) -> Lookup:
+        """Which keys are here: a hit where any worker has it. Never touches or pins."""
+        _check_digest(namespace, "namespace")
+        _check_keys(keys, BATCH_ITEMS_MAX)
+        message = Match(namespace=namespace, keys=keys, touch=False, count=count)
+        merged, known = bytes([MissReason.ABSENT]) * (len(keys) // DIGEST_BYTES), False
+        for worker in self._fleet.workers:
+            try:
+                reply = await worker.channel.call(message, MatchReply, deadline_ns=deadline_ns)
+            except UnknownNamespace:
+                continue
+            known = True
+            alone = len(self._fleet.workers) == 1
+            merged = reply.statuses if alone else bytes(map(_better, merged, reply.statuses))
+        hits = len(merged) - len(merged.lstrip(b"\0"))
+        return Lookup(statuses=merged, prefix=hits, namespace_known=known)
+
+    async def explain(self, question: Question, *, deadline_ns: int) -> Answer:
+        """Why something was a miss, within one tenant."""
+        _require(question.tenant, "tenant")
+        _check_keys(question.keys, EXPLAIN_KEYS_MAX)
+        if question.namespace:
+            _check_digest(question.namespace, "namespace")
+        namespaces = await self._of_tenant(question.tenant, b"", deadline_ns)
+        return await explain(question, namespaces, self._asker(deadline_ns))
+
+    async def drop(self, tenant: str, namespace: bytes, *, deadline_ns: int) -> bool:
+        """Hide everything in a namespace of the tenant; False when it is not known here."""
+        _require(tenant, "tenant")
+        _check_digest(namespace, "namespace")
+        dropped = False
+        for worker in self._fleet.workers:
+            owners = [item.tenant async for item in _namespaces(worker, b"", deadline_ns) if item.digest == namespace]
+            if owners == [tenant]:  # another tenant's is answered as unknown: tenants do not learn of each other
+                await worker.channel.call(Drop(namespace=namespace), End, deadline_ns=deadline_ns)
+                dropped = True
+        return dropped
+
+    async def scrub(self, bytes_second: int, *, deadline_ns: int) -> bool:
+        """Verify all records; False when a round was in progress everywhere."""
+        started = [
+            await worker.channel.admin("scrub", {"bytes_second": bytes_second}, deadline_ns=deadline_ns)
+            for worker in self._fleet.workers
+        ]
+        return any(value.get("started") is True for value in started)
+
+    async def drain(self, *, resume: bool) -> None:
+        """Refuse puts on every worker, or take them again."""
+        for worker in self._fleet.workers:
+            await worker.set_draining(not resume)
+
+    async def _of_tenant(self, tenant: str, after: bytes, deadline_ns: int) -> list[NamespaceReport]:
+        """Every namespace of a tenant after a digest, in the order of digests, whichever worker knows it."""
+        found = {
+            namespace.digest: namespace
+            for worker in self._fleet.workers
+            async for namespace in _namespaces(worker, after, deadline_ns)
+            if namespace.tenant == tenant
+        }
+        return [found[digest] for digest in sorted(found)]
+
+    def _asker(self, deadline_ns: int) -> KeyAsker:
+        async def ask(namespace: bytes, keys: bytes) -> list[KeyAnswer]:
+            answers: list[KeyAnswer] = []
+            for worker in self._fleet.workers:
+                arguments: dict[str, Plain] = {"namespace": namespace, "keys": keys}
+                value = await worker.channel.admin("explain", arguments, deadline_ns=deadline_ns)
+                found = _key_answers(keys, maps_of(value, "keys"))
+                answers = [_better_answer(*pair) for pair in zip(answers, found, strict=True)] if answers else found
+            return answers
+
+        return ask
+
+
+def _require(text: str, name: str) -> None:
+    if not text:
+        raise InvalidRequest(f'{name} is empty; name the {name}, "default" if you never set one')
+
+
+def _check_digest(digest: bytes, name: str) -> None:
+    if len(digest) != DIGEST_BYTES:
+        raise InvalidRequest(f"{name} has {len(digest)} bytes; a digest has {DIGEST_BYTES}")
+
+
+def _check_keys(keys: bytes, count_max: int) -> None:
+    count, rest = divmod(len(keys), DIGEST_BYTES)
+    if rest:
+        raise InvalidRequest(f"keys have {len(keys)} bytes; pass {DIGEST_BYTES} for each key")
+    if count > count_max:
+        raise InvalidRequest(f"{count} keys in one request, at most {count_max}; split the batch")
+
+
+def _better(old: int, new: int) -> int:
+    """A hit beats everything, and any other answer beats absent."""
+    if _HIT in (old, new):
+        return _HIT
+    return new if old == MissReason.ABSENT else old
+
+
+def _better_answer(old: KeyAnswer, new: KeyAnswer) -> KeyAnswer:
+    if new.status == "hit" or (old.status == "absent" and not old.ago_ns):
+        return new
+    return old
+
+
+def _key_answers(keys: bytes, values: list[Mapping[str, Plain]]) -> list[KeyAnswer]:
+    digests = [keys[at : at + DIGEST_BYTES] for at in range(0, len(keys), DIGEST_BYTES)]
+    if len(values) != len(digests):
+        raise Internal(f"the worker explained {len(values)} keys of {len(digests)}")
+    return [_key_answer(*pair) for pair in zip(digests, values, strict=True)]
+
+
+def _key_answer(key: bytes, value: Mapping[str, Plain]) -> KeyAnswer:
+    status, text, ago_ns = value.get("status"), value.get("text", ""), value.get("ago_ns", 0)
+    if not isinstance(status, int) or not isinstance(text, str) or not isinstance(ago_ns, int):
+        raise Internal(f"the worker explained a key as {value!r:.200}")
+    name = "hit" if status == _HIT else MissReason(status).name.lower()
+    return KeyAnswer(key=key, status=name, text=text, ago_ns=ago_ns)
+
+
+async def _namespaces(worker: WorkerHandle, after: bytes, deadline_ns: int) -> AsyncIterator[NamespaceReport]:
+    """All namespaces of a worker after a digest, fetched page by page."""
+    while True:
+        arguments: dict[str, Plain] = {"after": after, "limit": NAMESPACES_PAGE_MAX}
+        value = await worker.channel.admin("namespaces", arguments, deadline_ns=deadline_ns)
+        rows = maps_of(value, "namespaces")
+        for row in rows:
+            yield _namespace_report(row)
+        if len(rows) < NAMESPACES_PAGE_MAX:
+            return
+        last = rows[-1].get("digest")
+        assert isinstance(last, bytes)
+        after = last
+
+
+def _namespace_report(row: Mapping[str, Plain]) -> NamespaceReport:
+    manifest, generation = row.get("manifest"), row.get("generation", 0)
+    if not isinstance(manifest, bytes) or not isinstance(generation, int):
+        raise Internal(f"the worker described a namespace as {row!r:.200}")
+    return describe(Manifest.decode(manifest), generation=generation, dropped=row.get("dropped") is True)
+
+
+def describe(manifest: Manifest, *, generation: int, dropped: bool) -> NamespaceReport:
+    """A namespace as shown to people."""
+    layout = manifest.layout
+    parts = "+".join(part.name for part in layout.parts)
+    scheme = layout.dtype if layout.quantisation == "none" else f"{layout.dtype} {layout.quantisation}"
+    return NamespaceReport(
+        digest=manifest.digest,
+        tenant=manifest.tenant,
+        model=manifest.model,
+        weights=manifest.weights,
+        adapter=manifest.adapter,
+        adapter_revision=manifest.adapter_revision,
+        layout=f"{layout.chunk_tokens} tokens, {layout.layers} layers, {scheme}, {parts}, {layout.shards} shards",
+        layout_digest=layout.digest,
+        generation=generation,
+        dropped=dropped,
+        manifest=manifest.encode(),
+    )
+
+
+def _page(namespaces: list[NamespaceReport], limit: int) -> NamespacePage:
+    """The first of them that fit the limit and NAMESPACES_PAGE_BYTES_MAX."""
+    taken: list[NamespaceReport] = []
+    size_bytes = 0
+    for namespace in namespaces:
+        size_bytes += len(namespace.manifest)
+        if len(taken) == limit or (taken and size_bytes > NAMESPACES_PAGE_BYTES_MAX):
+            return NamespacePage(namespaces=tuple(taken), next=taken[-1].digest)
+        taken.append(namespace)
+    return NamespacePage(namespaces=tuple(taken), next=b"")

@@ -1,0 +1,161 @@
+"""The answer to "why was this a miss?": which namespace field differs from what is stored, or what became of the keys.
+
+Everything stays within one tenant: the caller passes that tenant's namespaces only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from kvstore.errors import InvalidRequest
+from kvstore.limits import DIGEST_BYTES, EXPLAIN_KEYS_MAX, EXPLAIN_NAMESPACES_MAX
+from kvstore.server.report import Answer, Difference, KeyAnswer, NamespaceAnswer, NamespaceReport, Question
+from kvstore.types.keys import KeyChain, shard_keys
+from kvstore.types.layout import KVLayout
+from kvstore.types.namespace import Manifest
+
+KeyAsker = Callable[[bytes, bytes], Awaitable[list[KeyAnswer]]]
+"""Namespace digest and record keys (n * 32 bytes) to one answer per key."""
+
+_FIELDS: Final = ("model", "weights", "adapter", "adapter_revision")
+_NO_KEY: Final = "absent"
+
+
+async def explain(question: Question, namespaces: Sequence[NamespaceReport], ask: KeyAsker) -> Answer:
+    """Answer a question about the namespaces of its tenant.
+
+    Raises:
+        InvalidRequest: keys or tokens beyond EXPLAIN_KEYS_MAX, or a manifest that is malformed or of another tenant.
+    """
+    asked = _asked_manifest(question)
+    digest = asked.digest if asked else question.namespace
+    known = next((namespace for namespace in namespaces if namespace.digest == digest), None)
+    if known is not None:
+        answer = NamespaceAnswer(namespace=known, differences=(), keys=await _ask_keys(question, known, ask))
+        return Answer(summary=_summary_of_known(answer), namespace_known=True, namespaces=(answer,))
+    ranked = [(_differences(question, asked, namespace), namespace) for namespace in namespaces]
+    ranked.sort(key=lambda pair: len(pair[0]))
+    answers = tuple(
+        [
+            NamespaceAnswer(
+                namespace=namespace,
+                differences=differences,
+                keys=await _ask_keys(question, namespace, ask) if _could_be(question, digest, differences) else (),
+            )
+            for differences, namespace in ranked[:EXPLAIN_NAMESPACES_MAX]
+        ]
+    )
+    return Answer(summary=_summary_of_unknown(question, digest, answers), namespace_known=False, namespaces=answers)
+
+
+def _asked_manifest(question: Question) -> Manifest | None:
+    if not question.manifest:
+        return None
+    manifest = Manifest.decode(question.manifest, expected_digest=question.namespace or None)
+    if manifest.tenant != question.tenant:
+        raise InvalidRequest(
+            f"the manifest is of tenant {manifest.tenant!r}, the question of {question.tenant!r}; "
+            "an explanation stays within one tenant"
+        )
+    return manifest
+
+
+def _could_be(question: Question, digest: bytes, differences: Sequence[Difference]) -> bool:
+    """Whether to look for the keys here: every field that was given fits, or tokens say what to look for anywhere."""
+    return bool(question.tokens) or (not digest and not differences)
+
+
+def _differences(question: Question, asked: Manifest | None, namespace: NamespaceReport) -> tuple[Difference, ...]:
+    if asked is not None:
+        stored = Manifest.decode(namespace.manifest)
+        return tuple(_difference(name, asked, stored) for name in asked.differences(stored))
+    return tuple(
+        Difference(field=name, asked=getattr(question, name), stored=getattr(namespace, name))
+        for name in _FIELDS
+        if getattr(question, name) and getattr(question, name) != getattr(namespace, name)
+    )
+
+
+def _difference(name: str, asked: Manifest, stored: Manifest) -> Difference:
+    if name == "salt":
+        return Difference(field=name, asked="(another one)", stored="(secret)")
+    return Difference(field=name, asked=_value(name, asked), stored=_value(name, stored))
+
+
+def _value(name: str, manifest: Manifest) -> str:
+    if not name.startswith("layout."):
+        return str(getattr(manifest, name))
+    path = name.split(".")[1:]
+    if path == ["parts"]:
+        return "+".join(part.name for part in manifest.layout.parts)
+    if path[0] == "parts":
+        part = next(part for part in manifest.layout.parts if part.name == path[1])
+        return str(getattr(part, path[2]))
+    return str(getattr(manifest.layout, path[0]))
+
+
+async def _ask_keys(question: Question, namespace: NamespaceReport, ask: KeyAsker) -> tuple[KeyAnswer, ...]:
+    """What became of each chunk. Of several shards the first that is not a hit speaks for its chunk."""
+    layout = Manifest.decode(namespace.manifest).layout
+    digests = _chunk_digests(question, namespace.digest, layout)
+    count = len(digests) // DIGEST_BYTES
+    if count * layout.shards > EXPLAIN_KEYS_MAX:
+        raise InvalidRequest(
+            f"{count} chunks of {layout.shards} shards, at most {EXPLAIN_KEYS_MAX} records at once; "
+            "ask for fewer tokens or keys"
+        )
+    merged: list[KeyAnswer] = []
+    for shard in range(layout.shards if count else 0):
+        answers = await ask(namespace.digest, shard_keys(digests, shard=shard, shards=layout.shards))
+        if layout.shards > 1:
+            answers = [replace(answer, text=f"shard {shard}: {answer.text}") for answer in answers]
+        merged = [_worse(*pair) for pair in zip(merged, answers, strict=True)] if merged else answers
+    return tuple(
+        replace(answer, key=digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]) for at, answer in enumerate(merged)
+    )
+
+
+def _chunk_digests(question: Question, namespace: bytes, layout: KVLayout) -> bytes:
+    if not question.tokens:
+        return question.keys
+    return KeyChain.from_tokens(namespace, question.tokens, chunk_tokens=layout.chunk_tokens).digests
+
+
+def _worse(first: KeyAnswer, second: KeyAnswer) -> KeyAnswer:
+    return second if first.status == "hit" else first
+
+
+def _summary_of_known(answer: NamespaceAnswer) -> str:
+    if answer.namespace.dropped:
+        return "the namespace was dropped; nothing that was stored before is served"
+    if not answer.keys:
+        return "the namespace is known here; pass tokens or keys to learn what became of them"
+    return _summary_of_keys(answer.keys)
+
+
+def _summary_of_keys(keys: Sequence[KeyAnswer]) -> str:
+    misses = [(at, key) for at, key in enumerate(keys) if key.status != "hit"]
+    if not misses:
+        return f"all {len(keys)} chunks are stored: a lookup now is a hit"
+    at, first = misses[0]
+    stored = f"{len(keys) - len(misses)} of {len(keys)} chunks are stored"
+    return f"{stored}; the first miss is chunk {at}: {first.text or first.status}"
+
+
+def _summary_of_unknown(question: Question, digest: bytes, answers: Sequence[NamespaceAnswer]) -> str:
+    if not answers:
+        return f"tenant {question.tenant!r} has no namespace here: nothing of it was ever written to this node"
+    nearest = answers[0]
+    if digest and not nearest.differences:
+        return "the namespace is not known here: nothing of it was ever written; its manifest would tell the difference"
+    if nearest.differences:
+        names = ", ".join(difference.field for difference in nearest.differences)
+        return f"never written under this namespace; the most alike stored one differs in: {names}"
+    speaking = next((answer for answer in answers if any(key.status != _NO_KEY for key in answer.keys)), nearest)
+    return _summary_of_keys(speaking.keys) if speaking.keys else f"{_fitting(answers)} namespaces fit the given fields"
+
+
+def _fitting(answers: Sequence[NamespaceAnswer]) -> int:
+    return sum(not answer.differences for answer in answers)

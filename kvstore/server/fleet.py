@@ -1,0 +1,165 @@
+"""The workers of a node together: their view, their state, and what they count."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+
+import kvstore
+from kvstore.cluster.view import Target, TargetState, View
+from kvstore.errors import Internal, KVStoreError
+from kvstore.limits import CONTROL_DEADLINE_NS, SECOND_NS, GiB
+from kvstore.server.report import NodeReport, NodeState, WorkerState
+from kvstore.server.worker_handle import OwnedTarget, WorkerHandle
+from kvstore.telemetry.metrics import SupervisorMetrics
+from kvstore.telemetry.registry import Registry, RoomSnapshot, Snapshot, merge
+
+log = logging.getLogger(__name__)
+
+_TARGET_STATES = {
+    WorkerState.SERVING: TargetState.SERVING,
+    WorkerState.RECOVERING: TargetState.RECOVERING,
+    WorkerState.DRAINING: TargetState.DRAINING,
+    WorkerState.DOWN: TargetState.DOWN,
+}
+
+
+class Fleet:
+    """Owns the view: it changes when a worker does, and goes to the workers and to everybody who watches.
+
+    `start_epoch` must be at least every epoch that this node ever showed.
+    """
+
+    def __init__(self, *, node_id: str, start_epoch: int, metrics: SupervisorMetrics) -> None:
+        self._workers: Sequence[WorkerHandle] = ()
+        self._view = View(epoch=start_epoch, node_id=node_id, targets=())
+        self._stopping = False
+        self._changed = asyncio.Event()
+        self._started_ns = time.monotonic_ns()
+        self._metrics = metrics
+        self._registry = Registry()
+        self._registry.add(metrics)
+        self.grpc_address = ""
+        self.metrics_address = ""
+
+    def adopt(self, workers: Sequence[WorkerHandle]) -> None:
+        """Take the workers, once, before they are started with `changed` as their `on_change`."""
+        self._workers = workers
+        self.changed()
+
+    @property
+    def workers(self) -> Sequence[WorkerHandle]:
+        """All workers, by rail."""
+        return self._workers
+
+    @property
+    def view(self) -> View:
+        """The view now."""
+        return self._view
+
+    @property
+    def state(self) -> NodeState:
+        """The node as a whole."""
+        if self._stopping:
+            return NodeState.DRAINING
+        states = {worker.state for worker in self._workers}
+        if states <= {WorkerState.SERVING}:
+            return NodeState.SERVING if states else NodeState.DOWN
+        if WorkerState.RECOVERING in states:
+            return NodeState.RECOVERING
+        if states <= {WorkerState.SERVING, WorkerState.DRAINING}:
+            return NodeState.DRAINING
+        return NodeState.DOWN if states <= {WorkerState.DOWN} else NodeState.DEGRADED
+
+    @property
+    def serving(self) -> bool:
+        """True while every worker answers gets: what readiness means. A drained node still does."""
+        answering = (WorkerState.SERVING, WorkerState.DRAINING)
+        return not self._stopping and bool(self._workers) and all(worker.state in answering for worker in self._workers)
+
+    def stop_placing(self) -> None:
+        """The node is about to end: not ready any more, its targets draining."""
+        self._stopping = True
+        self.changed()
+
+    def changed(self) -> None:
+        """A worker changed: bring view, metrics and watchers up to date."""
+        before = self._view
+        self._view = before.with_targets(target for worker in self._workers for target in self._targets(worker))
+        self._metrics.serving = int(self.serving)
+        self._metrics.epoch = self._view.epoch
+        self._metrics.workers = sum(worker.state is WorkerState.SERVING for worker in self._workers)
+        self._metrics.worker_restarts = sum(worker.restarts for worker in self._workers)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def next_change(self) -> asyncio.Event:
+        """Set when something changes after this call."""
+        return self._changed
+
+    async def views(self, known_epoch: int) -> AsyncIterator[View]:
+        """The view if it is newer than `known_epoch`, then every newer one; some may be skipped. Ends with the node."""
+        while True:
+            change = self.next_change()
+            if self._view.epoch > known_epoch:
+                known_epoch = self._view.epoch
+                yield self._view
+            if self._stopping:
+                return
+            await change.wait()
+
+    async def push_view(self) -> None:
+        """Tell the workers of the view, so that they attach its epoch to replies."""
+        for worker in self._workers:
+            try:
+                await worker.channel.admin("view_set", self._view.to_plain(), deadline_ns=CONTROL_DEADLINE_NS)
+            except KVStoreError as error:
+                log.debug("view not sent: %s", error)  # it is down, and gets the view when it serves again
+
+    async def numbers(self) -> Snapshot:
+        """All metrics of the node. A worker that does not answer is left out."""
+        snapshots: list[dict[str, RoomSnapshot]] = [self._registry.snapshot()]
+        for worker in self._workers:
+            try:
+                value = await worker.channel.admin("stats", {}, deadline_ns=CONTROL_DEADLINE_NS)
+                snapshots.append(_snapshot(value.get("metrics")))
+            except KVStoreError as error:
+                log.debug("no metrics: %s", error)
+        return merge(snapshots)
+
+    async def report(self) -> NodeReport:
+        """Everything about the node."""
+        return NodeReport(
+            node_id=self._view.node_id,
+            version=kvstore.__version__,
+            state=self.state,
+            epoch=self._view.epoch,
+            uptime_seconds=(time.monotonic_ns() - self._started_ns) / SECOND_NS,
+            pid=os.getpid(),
+            grpc=self.grpc_address,
+            metrics=self.metrics_address,
+            workers=tuple(worker.report() for worker in self._workers),
+            numbers=await self.numbers(),
+        )
+
+    def _targets(self, worker: WorkerHandle) -> list[Target]:
+        readiness = worker.readiness
+        if readiness is None:
+            return []
+        state = _TARGET_STATES[worker.state]
+        if self._stopping and state is TargetState.SERVING:
+            state = TargetState.DRAINING
+        return [_target(owned, readiness.data, state) for owned in readiness.targets]
+
+
+def _target(owned: OwnedTarget, data: tuple[str, ...], state: TargetState) -> Target:
+    return Target(id=owned.id, data=data, weight=owned.capacity_bytes / GiB, state=state)
+
+
+def _snapshot(value: object) -> dict[str, RoomSnapshot]:
+    if not isinstance(value, dict) or not all(isinstance(room, dict) for room in value.values()):
+        raise Internal("the worker's metrics are not a map of maps")
+    return value

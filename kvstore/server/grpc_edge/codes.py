@@ -1,0 +1,51 @@
+"""The one table between our errors and gRPC status codes, both ways; and the limits of a channel."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import grpc
+
+from kvstore import errors
+from kvstore.limits import GRPC_MESSAGE_BYTES_MAX
+
+STATUS_OF: Final[dict[type[errors.KVStoreError], grpc.StatusCode]] = {
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Denied: grpc.StatusCode.PERMISSION_DENIED,
+    errors.UnknownNamespace: grpc.StatusCode.NOT_FOUND,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.StaleView: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.LeaseExpired: grpc.StatusCode.ABORTED,
+    errors.OutcomeUnknown: grpc.StatusCode.UNKNOWN,
+    errors.ChecksumMismatch: grpc.StatusCode.DATA_LOSS,
+    errors.FormatUnsupported: grpc.StatusCode.UNIMPLEMENTED,
+    errors.NoSpace: grpc.StatusCode.OUT_OF_RANGE,
+    errors.Closed: grpc.StatusCode.CANCELLED,
+    errors.Internal: grpc.StatusCode.INTERNAL,
+}
+"""Exactly one status for each class; a class that is not here has that of its nearest base."""
+
+_ERROR_OF: Final = {status: kind for kind, status in STATUS_OF.items()}
+assert len(_ERROR_OF) == len(STATUS_OF), "two errors must not share a status, or it could not be read back"
+
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", GRPC_MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", GRPC_MESSAGE_BYTES_MAX),
+)
+
+
+def status_of(error: errors.KVStoreError) -> grpc.StatusCode:
+    """The status that carries an error."""
+    return next(STATUS_OF[kind] for kind in type(error).__mro__ if kind in STATUS_OF)
+
+
+def error_of(error: grpc.RpcError, address: str) -> errors.KVStoreError:
+    """Our error for one that a channel to `address` raised."""
+    status, details = error.code(), error.details() or ""
+    if status is grpc.StatusCode.UNAVAILABLE and "onnect" in details:
+        return errors.Unavailable(f"no kvstore node answers at {address}; is it running, and is this its gRPC address?")
+    if status is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.DeadlineExceeded(f"node {address} did not answer in time: {details}")
+    return _ERROR_OF.get(status, errors.Internal)(details or f"node {address} answered {status.name}")

@@ -1,0 +1,141 @@
+"""What a node says about itself: values that gRPC, the status page and the command line share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvstore.telemetry.registry import Snapshot
+
+
+class NodeState(StrEnum):
+    """What the node as a whole does now."""
+
+    RECOVERING = "recovering"
+    SERVING = "serving"
+    DEGRADED = "degraded"
+    DRAINING = "draining"
+    DOWN = "down"
+
+
+class WorkerState(StrEnum):
+    """What one worker does now."""
+
+    RECOVERING = "recovering"
+    SERVING = "serving"
+    DRAINING = "draining"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """One worker. `detail` says why it is down; `restarts` counts how often it was started again."""
+
+    rail: int
+    pid: int
+    state: WorkerState
+    data: tuple[str, ...]
+    restarts: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """The node, its workers, and the sum of their metrics."""
+
+    node_id: str
+    version: str
+    state: NodeState
+    epoch: int
+    uptime_seconds: float
+    pid: int
+    grpc: str
+    metrics: str
+    workers: tuple[WorkerReport, ...]
+    numbers: Snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceReport:
+    """A namespace that a node knows; `layout` is a short description for people."""
+
+    digest: bytes
+    tenant: str
+    model: str
+    weights: str
+    adapter: str
+    adapter_revision: str
+    layout: str
+    layout_digest: bytes
+    generation: int
+    dropped: bool
+    manifest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespacePage:
+    """Some namespaces in the order of digests; `next` is where to go on, empty at the end."""
+
+    namespaces: tuple[NamespaceReport, ...]
+    next: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """One status byte per key, and the length of the hit prefix."""
+
+    statuses: bytes
+    prefix: int
+    namespace_known: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Of which tenant, namespace and keys somebody asks "why was this a miss?". Empty fields are not compared."""
+
+    tenant: str
+    namespace: bytes = b""
+    manifest: bytes = b""
+    model: str = ""
+    weights: str = ""
+    adapter: str = ""
+    adapter_revision: str = ""
+    keys: bytes = b""
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyAnswer:
+    """Why one key is what it is. `status` is "hit" or a miss reason; `ago_ns` is 0 where the time is not known."""
+
+    key: bytes
+    status: str
+    text: str
+    ago_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A field in which what was asked differs from what is stored."""
+
+    field: str
+    asked: str
+    stored: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceAnswer:
+    """One namespace of the tenant: how it differs from what was asked, and what became of the keys in it."""
+
+    namespace: NamespaceReport
+    differences: tuple[Difference, ...]
+    keys: tuple[KeyAnswer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer to a `Question`: one sentence, then the namespaces, most alike first."""
+
+    summary: str
+    namespace_known: bool
+    namespaces: tuple[NamespaceAnswer, ...]

@@ -1,0 +1,248 @@
+"""One worker as its supervisor sees it: started, watched, started again with back-off, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from kvstore.errors import DeadlineExceeded, Internal, KVStoreError, Unavailable
+from kvstore.limits import (
+    CONTROL_DEADLINE_NS,
+    SECOND_NS,
+    WORKER_BACKOFF_NS_MAX,
+    WORKER_BACKOFF_NS_MIN,
+    WORKER_HEALTHY_NS,
+    WORKER_RECOVERY_NS,
+    WORKER_START_NS,
+    WORKER_STOP_GRACE_NS,
+)
+from kvstore.server.admin import AdminChannel, maps_of, text_of
+from kvstore.server.launch import WORKER_MODULE, WorkerLaunch
+from kvstore.server.report import WorkerReport, WorkerState
+from kvstore.wire.codec import Plain
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedTarget:
+    """A drive that a worker said it owns."""
+
+    id: str
+    path: str
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readiness:
+    """What a worker reports once it serves."""
+
+    data: tuple[str, ...]
+    boot_id: bytes
+    targets: tuple[OwnedTarget, ...]
+
+
+def backoff_ns(failures: int) -> int:
+    """How long to wait before the start after `failures` (1 or more) deaths in a row."""
+    return min(WORKER_BACKOFF_NS_MAX, WORKER_BACKOFF_NS_MIN << min(failures - 1, 16))
+
+
+class WorkerHandle:
+    """Keeps one worker process running. `on_change` is called whenever `report()` would differ.
+
+    `run` is its one task: it ends when `stop` was called and the process is gone, or raises when the first start fails.
+    """
+
+    def __init__(self, launch: WorkerLaunch, *, on_change: Callable[[], None]) -> None:
+        self._launch = launch
+        self._on_change = on_change
+        self._state = WorkerState.DOWN
+        self._detail = "not started yet"
+        self._process: Process | None = None
+        self._channel: AdminChannel | None = None
+        self._readiness: Readiness | None = None
+        self._restarts = 0
+        self._stopping = asyncio.Event()
+        self._serving = asyncio.Event()
+
+    @property
+    def state(self) -> WorkerState:
+        """What it does now."""
+        return self._state
+
+    @property
+    def readiness(self) -> Readiness | None:
+        """What it reported last; kept while it is down, None before it first served."""
+        return self._readiness
+
+    @property
+    def restarts(self) -> int:
+        """How often it was started again."""
+        return self._restarts
+
+    def report(self) -> WorkerReport:
+        """The worker as shown to people."""
+        return WorkerReport(
+            rail=self._launch.rail,
+            pid=self._process.pid if self._process is not None else 0,
+            state=self._state,
+            data=self._readiness.data if self._readiness else (),
+            restarts=self._restarts,
+            detail=self._detail,
+        )
+
+    @property
+    def channel(self) -> AdminChannel:
+        """For calls to the worker. Raises Unavailable while it does not serve."""
+        if self._channel is None or self._state not in (WorkerState.SERVING, WorkerState.DRAINING):
+            raise Unavailable(f"worker {self._launch.rail} is {self._state.value}: {self._detail or 'try again later'}")
+        return self._channel
+
+    async def wait_serving(self) -> None:
+        """Return once it serves (for the first time)."""
+        await self._serving.wait()
+
+    async def set_draining(self, draining: bool) -> None:
+        """Refuse puts from now on, or take them again."""
+        await self.channel.admin("drain", {"resume": not draining}, deadline_ns=CONTROL_DEADLINE_NS)
+        self._enter(WorkerState.DRAINING if draining else WorkerState.SERVING, "")
+
+    async def run(self) -> None:
+        """Start it, and start it again when it dies, until `stop`. Raises KVStoreError when it never served."""
+        failures = 0
+        while not self._stopping.is_set():
+            started_ns = time.monotonic_ns()
+            try:
+                reason = await self._live()
+            except KVStoreError as error:
+                if self._readiness is None:
+                    raise
+                reason = str(error)
+            if self._stopping.is_set():
+                break
+            failures = 1 if time.monotonic_ns() - started_ns > WORKER_HEALTHY_NS else failures + 1
+            self._enter(WorkerState.DOWN, reason)
+            delay_ns = backoff_ns(failures)
+            log.error("worker %d: %s; it is started again in %.1f s", self._launch.rail, reason, delay_ns / SECOND_NS)
+            await self._pause(delay_ns)
+            self._restarts += 1
+        self._enter(WorkerState.DOWN, "stopped")
+
+    async def stop(self, *, within_ns: int) -> None:
+        """Let calls in progress finish within the time, then end it; returns when the process is gone."""
+        self._stopping.set()
+        process, channel = self._process, self._channel
+        if process is None or process.returncode is not None:
+            return
+        try:
+            if channel is not None and self._state in (WorkerState.SERVING, WorkerState.DRAINING):
+                await channel.admin("shutdown", {"within_ns": within_ns}, deadline_ns=WORKER_STOP_GRACE_NS)
+            else:
+                process.terminate()  # it recovers: nothing is in progress
+            async with asyncio.timeout((within_ns + WORKER_STOP_GRACE_NS) / SECOND_NS):
+                await process.wait()
+        except (KVStoreError, TimeoutError, ProcessLookupError) as error:
+            log.warning("worker %d did not end by itself (%s), killed", self._launch.rail, error or "out of time")
+            self.kill()
+            await process.wait()
+
+    def kill(self) -> None:
+        """End it now. What was acknowledged as durable stays."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signal.SIGKILL)
+
+    async def _live(self) -> str:
+        """One life of the process, from start to end; returns why it ended."""
+        process, channel = await self._spawn()
+        self._process, self._channel = process, channel
+        self._enter(WorkerState.RECOVERING, "reads its drives")
+        try:
+            await self._until_ready(process, channel)
+            log.info(
+                "worker %d serves on %s", self._launch.rail, ", ".join(self._readiness.data if self._readiness else ())
+            )
+            self._serving.set()
+            self._enter(WorkerState.SERVING, "")
+            await process.wait()
+        finally:
+            channel.close()
+            self._channel = None
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        return _ending(process)
+
+    async def _spawn(self) -> tuple[Process, AdminChannel]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            launch = replace(self._launch, admin_fd=theirs.fileno(), data_port=self._port())
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", WORKER_MODULE, launch.to_argument()),
+                stdin=DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C in a terminal is for the supervisor, which then drains
+            )
+        return process, AdminChannel(ours)
+
+    def _port(self) -> int:
+        """The port that clients know already, so that they find a restarted worker again."""
+        if self._readiness is None:
+            return self._launch.data_port
+        ports = {int(address.rpartition(":")[2]) for address in self._readiness.data}
+        return ports.pop() if len(ports) == 1 else self._launch.data_port
+
+    async def _until_ready(self, process: Process, channel: AdminChannel) -> None:
+        try:
+            await channel.hello(deadline_ns=WORKER_START_NS)
+            value = await channel.admin("ready", {}, deadline_ns=WORKER_RECOVERY_NS)
+        except (DeadlineExceeded, Unavailable) as error:
+            if not channel.closed:
+                raise  # the worker's own words
+            process.kill()
+            await process.wait()
+            raise Unavailable(f"{_ending(process)} before it was ready; what it logged says why ({error})") from None
+        self._readiness = _readiness(value)
+
+    async def _pause(self, delay_ns: int) -> None:
+        try:
+            async with asyncio.timeout(delay_ns / SECOND_NS):
+                await self._stopping.wait()
+        except TimeoutError:
+            pass
+
+    def _enter(self, state: WorkerState, detail: str) -> None:
+        self._state = state
+        self._detail = detail
+        self._on_change()
+
+
+def _ending(process: Process) -> str:
+    code = process.returncode
+    assert code is not None
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"process {process.pid} {how}"
+
+
+def _readiness(value: Mapping[str, Plain]) -> Readiness:
+    data, boot_id = value.get("data"), value.get("boot_id")
+    if not isinstance(data, list) or not all(isinstance(address, str) for address in data) or not data:
+        raise Internal(f"the worker reported data addresses {data!r}")
+    if not isinstance(boot_id, bytes):
+        raise Internal(f"the worker reported boot id {boot_id!r}")
+    return Readiness(
+        data=tuple(map(str, data)), boot_id=boot_id, targets=tuple(map(_target, maps_of(value, "targets")))
+    )
+
+
+def _target(value: Mapping[str, Plain]) -> OwnedTarget:
+    capacity_bytes = value.get("capacity_bytes")
+    if not isinstance(capacity_bytes, int):
+        raise Internal(f"the worker reported a target of capacity {capacity_bytes!r}")
+    return OwnedTarget(id=text_of(value, "id"), path=text_of(value, "path"), capacity_bytes=capacity_bytes)
