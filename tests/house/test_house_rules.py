@@ -18,12 +18,21 @@ OWN_PACKAGES = {"kvstore", "kvstore_client", "kvstore_bench"}
 
 # The one file that may import a third-party package; the rest of the code sees our own protocol. A path that
 # ends in "/" is a folder. numpy is the language of arrays here and is free.
+INTEGRATIONS = "client/kvstore_client/integrations/"
 THIRD_PARTY_HOMES: dict[str, tuple[str, ...]] = {
     "blake3": ("kvstore/types/digest.py",),
     "fastcrc": ("kvstore/types/checksum.py",),
     "hypothesis": ("kvstore/testing/",),
+    "msgpack": ("kvstore/wire/codec.py",),
+    "prometheus_client": ("kvstore/telemetry/prometheus.py",),
+    "pydantic": ("kvstore/settings.py",),
+    "pydantic_settings": ("kvstore/settings.py",),
+    "rich": ("kvstore/cli/screen.py",),
+    "torch": (INTEGRATIONS, "client/kvstore_client/demo/model_roles.py"),
+    "transformers": (INTEGRATIONS, "client/kvstore_client/demo/model_roles.py"),
 }
-FREE_PACKAGES = {"numpy", "_cffi_backend"}
+# typing_extensions is no library but the type checker's own.
+FREE_PACKAGES = {"numpy", "typing_extensions"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
