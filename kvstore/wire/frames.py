@@ -207,6 +207,20 @@ class FrameReader:
             views.append(self._scratch[:rest])
         return views
 
+    def divert(self) -> None:
+        """Nobody wants the payload in progress any more: what has not arrived goes to scratch, its memory is free.
+
+        The frame is still returned when it is complete, without slices and payload. No effect between payloads.
+        """
+        frame = self._frame
+        if frame is None or not self._dest:
+            return
+        left = sum(map(len, self._dest[self._dest_next :])) - self._dest_at
+        self._dest = self.scratch_views(left)
+        self._dest_next = self._dest_at = 0
+        frame.slices = []
+        frame.payload = ()
+
     def end_of_stream(self) -> None:
         """The peer has closed its side. Raises Unavailable when that was in the middle of a frame."""
         if self._frame is not None:

@@ -223,6 +223,28 @@ def test_scratch_takes_any_length_with_little_memory() -> None:
     assert reader.scratch_views(0) == []
 
 
+def test_a_diverted_payload_writes_no_more_into_its_memory() -> None:
+    stream = data_frame(1, b"x" * 50_000).wire() + Sent(FrameType.PING, 2, b"\x90", b"").wire()
+    memory = memoryview(bytearray(50_000))
+
+    class Fixed:
+        def place(self, frame: Frame) -> Sequence[memoryview]:
+            return [memory[:10_000], memory[10_000:]]
+
+    reader = FrameReader(Fixed())
+    reader.divert()
+    assert feed(reader, stream[:20_000], [20_000]) == []
+    reader.divert()
+    received = bytes(memory)
+    frames = feed(reader, stream[20_000:], [7000])
+    assert [(frame.type, frame.slices, frame.payload) for frame in frames] == [
+        (FrameType.DATA, [], ()),
+        (FrameType.PING, [], ()),
+    ]
+    assert bytes(memory) == received
+    assert received.count(b"x") < 20_000
+
+
 def test_end_of_stream_in_a_frame_is_noticed_everywhere() -> None:
     big = Sent(FrameType.GET, 1, bytes(30_000), b"").wire()
     data = data_frame(1, bytes(5000)).wire()

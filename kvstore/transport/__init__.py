@@ -1,0 +1,1 @@
+"""How bytes move between a node and its clients: one contract, TCP first."""

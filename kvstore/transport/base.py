@@ -1,0 +1,99 @@
+"""The contract between the data plane and whatever moves bytes.
+
+The node moves the payload: it delivers verified pieces of records to the client, and fetches the payload of granted
+puts into its own memory. On TCP both are DATA frames on the connection itself; where the node can reach the client's
+memory (shared memory, RDMA) it writes and reads there, and the frames carry descriptors only. Either way the data plane
+sees `NodeChannel`, and one scheduler, on the node, owns the order on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.types.flow import FlowClass
+from kvstore.wire.frames import Frame
+from kvstore.wire.schema import Message
+from kvstore.wire.slices import Slice
+
+
+class Channel(Protocol):
+    """A non-blocking stream of frames, driven by one thread from readiness events.
+
+    Whoever owns the loop calls `on_readable` when `fileno()` is readable and `on_writable` when it is writable.
+    """
+
+    def fileno(self) -> int:
+        """For select or epoll."""
+
+    @property
+    def peer(self) -> str:
+        """Whom it is connected to, for messages."""
+
+    @property
+    def pending_bytes(self) -> int:
+        """Queued and not taken by the kernel yet."""
+
+    def on_readable(self) -> list[Frame]:
+        """Receives what has arrived, at most one receive buffer of it; returns the frames that are complete.
+
+        Raises:
+            Unavailable: The peer closed or the connection broke.
+            InvalidRequest, FormatUnsupported, ChecksumMismatch: The stream is defective: answer ERROR, then close.
+        """
+
+    def on_writable(self) -> bool:
+        """Sends queued bytes until none is left (True) or the kernel takes no more (False). Raises Unavailable."""
+
+    def send(self, message: Message, request_id: int, *, epoch: int = 0) -> None:
+        """Queues a message."""
+
+    def close(self) -> None:
+        """Closes; every `on_sent` that is outstanding is called. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landing:
+    """Where the payload of one granted put belongs. `buffer` is the node's memory, of the record's exact length."""
+
+    item: int
+    buffer: memoryview
+
+
+class FetchEvents(Protocol):
+    """Who is told about the payload of granted puts."""
+
+    def fetched(self, item: int) -> None:
+        """All bytes of a landing are there."""
+
+
+class NodeChannel(Channel, Protocol):
+    """The node's end: moves payload for the call in progress."""
+
+    def deliver(
+        self,
+        slices: Sequence[Slice],
+        payload: Sequence[memoryview],
+        request_id: int,
+        *,
+        payload_bytes: int,
+        epoch: int = 0,
+        on_sent: Callable[[], None],
+    ) -> None:
+        """Queues pieces of records for the client: at most FRAME_PAYLOAD_BYTES_MAX and SLICES_PER_FRAME_MAX.
+
+        `payload` holds the bytes of the slices that have any, in order, and stays as it is until `on_sent`.
+        """
+
+    def fetch(self, landings: Sequence[Landing], request_id: int, events: FetchEvents, *, epoch: int = 0) -> None:
+        """Grants puts: their payload is moved into the landings, which are written until `fetched` or `unfetch`."""
+
+    def unfetch(self) -> None:
+        """Forgets all landings: the call is over. Payload on its way is thrown away; no landing is written any more."""
+
+
+class FlowAware(Protocol):
+    """A channel that can mark its traffic for the network (DSCP) or choose a service level."""
+
+    def set_flow(self, flow: FlowClass) -> None: ...

@@ -1,0 +1,159 @@
+"""Frames over a stream socket, TCP or Unix: scatter-gather both ways, payload straight to and from its memory.
+
+Receiving is one `recvmsg_into` for each readiness event, the payload's remaining destination first and a read-ahead
+buffer behind it. Sending is `sendmsg` over the queue of iovecs. Neither side copies payload in Python.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Sequence
+from typing import Final
+
+from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from kvstore.limits import IO_VECTORS_MAX, SECOND_NS
+from kvstore.wire.frames import Frame, FrameReader, FrameWriter
+from kvstore.wire.schema import Message
+
+assert os.sysconf("SC_IOV_MAX") >= IO_VECTORS_MAX, "sendmsg(2) would refuse our longest list of iovecs"
+
+LISTEN_BACKLOG: Final = 1024
+_RETRY: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR, errno.ENOBUFS})
+_SENDS_PER_EVENT_MAX: Final = 8
+
+
+class TcpChannel:
+    """One connected socket, which it owns and makes non-blocking. See `kvstore.transport.base.Channel`."""
+
+    __slots__ = ("_peer", "_socket", "reader", "writer")
+
+    def __init__(self, connected: socket.socket, reader: FrameReader, writer: FrameWriter | None = None) -> None:
+        """
+        Args:
+            connected: TCP or Unix stream socket.
+            reader: With the sink that knows where payload belongs.
+            writer: A new one by default.
+        """
+        connected.setblocking(False)
+        if connected.family in (socket.AF_INET, socket.AF_INET6):
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connected
+        self._peer = _peer_of(connected)
+        self.reader = reader
+        self.writer = writer or FrameWriter()
+
+    def fileno(self) -> int:
+        """For select or epoll; -1 once closed."""
+        return self._socket.fileno()
+
+    @property
+    def peer(self) -> str:
+        """ "host:port" of the other side, for messages."""
+        return self._peer
+
+    @property
+    def pending_bytes(self) -> int:
+        """Queued and not taken by the kernel yet."""
+        return self.writer.pending_bytes
+
+    def on_readable(self) -> list[Frame]:
+        """Receives once, as much as the current frame and the read-ahead take. See `Channel.on_readable`."""
+        buffers = self.reader.buffers()
+        if not buffers:
+            return []
+        try:
+            count = self._socket.recv_into(buffers[0]) if len(buffers) == 1 else self._socket.recvmsg_into(buffers)[0]
+        except OSError as error:
+            if error.errno in _RETRY:
+                return []
+            raise self._broken(error) from None
+        if not count:
+            self.reader.end_of_stream()
+            raise Unavailable(f"{self._peer} closed the connection")
+        return self.reader.advance(count)
+
+    def on_writable(self) -> bool:
+        """Sends what is queued. See `Channel.on_writable`."""
+        writer = self.writer
+        for _ in range(_SENDS_PER_EVENT_MAX):
+            if not writer.pending_bytes:
+                return True
+            buffers = writer.buffers()
+            try:
+                count = self._socket.send(buffers[0]) if len(buffers) == 1 else self._socket.sendmsg(buffers)
+            except OSError as error:
+                if error.errno in _RETRY:
+                    return False
+                raise self._broken(error) from None
+            writer.advance(count)
+        return not writer.pending_bytes
+
+    def send(self, message: Message, request_id: int, *, epoch: int = 0) -> None:
+        """Queues a message."""
+        self.writer.push_message(message, request_id, epoch=epoch)
+
+    def close(self) -> None:
+        """Closes the socket and drops what is queued. Idempotent."""
+        self._socket.close()
+        self.writer.drop()
+
+    def _broken(self, error: OSError) -> Unavailable:
+        name = errno.errorcode.get(error.errno or 0, str(error.errno))
+        return Unavailable(f"the connection to {self._peer} broke: {name} ({error.strerror})")
+
+
+def listen_tcp(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """A non-blocking listening socket on one address; port 0 is any free one.
+
+    Raises:
+        InvalidRequest: The address cannot be used; the text says what to change.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind((host, port))
+        made.listen(LISTEN_BACKLOG)
+    except OSError as error:
+        made.close()
+        raise InvalidRequest(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; choose a free port and an own address"
+        ) from None
+    return made
+
+
+def connect_tcp(host: str, port: int, *, timeout_ns: int) -> socket.socket:
+    """A connected socket, blocking until it is there.
+
+    Raises:
+        DeadlineExceeded: Nobody answered in time.
+        Unavailable: The peer refused, or cannot be reached.
+    """
+    try:
+        return socket.create_connection((host, port), timeout_ns / SECOND_NS)
+    except TimeoutError:
+        raise DeadlineExceeded(f"{host}:{port} did not answer within {timeout_ns / SECOND_NS:g} s") from None
+    except OSError as error:
+        raise Unavailable(f"{host}:{port} cannot be reached: {error.strerror or error}") from None
+
+
+def address_of(bound: socket.socket) -> str:
+    """ "host:port" of a bound socket, "[host]:port" for IPv6."""
+    name = bound.getsockname()
+    return f"[{name[0]}]:{name[1]}" if bound.family == socket.AF_INET6 else f"{name[0]}:{name[1]}"
+
+
+def _peer_of(connected: socket.socket) -> str:
+    if connected.family == socket.AF_UNIX:
+        return f"unix socket {connected.fileno()}"
+    try:
+        name: Sequence[object] = connected.getpeername()
+    except OSError:
+        return "a peer that is gone"
+    return f"{name[0]}:{name[1]}"

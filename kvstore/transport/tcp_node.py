@@ -1,0 +1,122 @@
+"""The node's end of a TCP connection: pieces of records go out, and granted puts come in, as DATA frames."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvstore.errors import InvalidRequest
+from kvstore.transport.base import FetchEvents, Landing
+from kvstore.transport.tcp import TcpChannel
+from kvstore.wire.frames import Frame, FrameReader
+from kvstore.wire.header import FrameType
+from kvstore.wire.messages import Grant
+from kvstore.wire.slices import Slice
+
+
+class OtherPayload(Protocol):
+    """Who decides about payload that is not a granted put's: of OFFER and WRITER_WRITE, and legality of DATA."""
+
+    def place_other(self, frame: Frame) -> Sequence[memoryview] | None:
+        """As `PayloadSink.place`, for every frame with payload but DATA."""
+
+    def accepts_data(self, frame: Frame) -> bool:
+        """Whether DATA belongs to the call in progress; False throws it away. Raises InvalidRequest if illegal."""
+
+
+class _Progress:
+    """How much of one landing has been placed (a slice's destination given out) and filled."""
+
+    __slots__ = ("buffer", "filled_bytes", "placed_bytes")
+
+    def __init__(self, buffer: memoryview) -> None:
+        self.buffer = buffer
+        self.placed_bytes = 0
+        self.filled_bytes = 0
+
+
+class TcpNodeChannel(TcpChannel):
+    """See `kvstore.transport.base.NodeChannel`."""
+
+    __slots__ = ("_events", "_landings", "_other")
+
+    def __init__(self, connected: socket.socket, other: OtherPayload, *, body_bytes_max: int) -> None:
+        """
+        Args:
+            connected: The accepted socket.
+            other: Decides about payload that is not a granted put's.
+            body_bytes_max: Limit before HELLO; raise it with `reader.allow_bodies`.
+        """
+        super().__init__(connected, FrameReader(self, body_bytes_max=body_bytes_max))
+        self._other = other
+        self._landings: dict[int, _Progress] = {}
+        self._events: FetchEvents | None = None
+
+    def deliver(
+        self,
+        slices: Sequence[Slice],
+        payload: Sequence[memoryview],
+        request_id: int,
+        *,
+        payload_bytes: int,
+        epoch: int = 0,
+        on_sent: Callable[[], None],
+    ) -> None:
+        """Queues one DATA frame."""
+        self.writer.push_slices(slices, payload, request_id, payload_bytes=payload_bytes, epoch=epoch, on_sent=on_sent)
+
+    def fetch(self, landings: Sequence[Landing], request_id: int, events: FetchEvents, *, epoch: int = 0) -> None:
+        """Queues one GRANT; the client answers with DATA. Landings of no bytes are not allowed."""
+        self._events = events
+        for landing in landings:
+            assert len(landing.buffer), "nothing to fetch"
+            self._landings[landing.item] = _Progress(landing.buffer)
+        items = struct.pack(f"<{len(landings)}I", *(landing.item for landing in landings))
+        self.writer.push_message(Grant(items=items), request_id, epoch=epoch)
+
+    def unfetch(self) -> None:
+        """Forgets the landings; the rest of a frame that is being received into them is thrown away."""
+        self._events = None
+        if self._landings:
+            self._landings = {}
+            self.reader.divert()
+
+    def place(self, frame: Frame) -> Sequence[memoryview] | None:
+        """PayloadSink of this connection's reader."""
+        if frame.type is not FrameType.DATA:
+            return self._other.place_other(frame)
+        if not self._other.accepts_data(frame):
+            frame.slices = []
+            return self.reader.scratch_views(frame.payload_bytes)
+        return [self._place(one) for one in frame.slices]
+
+    def landed(self, frame: Frame) -> None:
+        """A DATA frame is complete: tells which items have all their bytes."""
+        for one in frame.slices:
+            progress = self._landings.get(one.item)
+            if progress is None:
+                continue  # an item of this frame ended the call for the others
+            progress.filled_bytes += one.length_bytes
+            if progress.filled_bytes == len(progress.buffer):
+                del self._landings[one.item]
+                assert self._events is not None
+                self._events.fetched(one.item)
+
+    def _place(self, one: Slice) -> memoryview:
+        progress = self._landings.get(one.item)
+        if progress is None:
+            raise InvalidRequest(f"DATA for item {one.item}, which is not granted or is complete: wait for its GRANT")
+        if one.offset != progress.placed_bytes:
+            raise InvalidRequest(
+                f"DATA for item {one.item} begins at {one.offset}, byte {progress.placed_bytes} is next: send in order"
+            )
+        end = one.offset + one.length_bytes
+        if end > len(progress.buffer) or one.record_bytes != len(progress.buffer):
+            raise InvalidRequest(
+                f"DATA for item {one.item} ends at {end} of {one.record_bytes} bytes, "
+                f"{len(progress.buffer)} were offered"
+            )
+        progress.placed_bytes = end
+        return progress.buffer[one.offset : end]
