@@ -71,11 +71,15 @@ def _differences(question: Question, asked: Manifest | None, namespace: Namespac
     if asked is not None:
         stored = Manifest.decode(namespace.manifest)
         return tuple(_difference(name, asked, stored) for name in asked.differences(stored))
-    return tuple(
+    found = [
         Difference(field=name, asked=getattr(question, name), stored=getattr(namespace, name))
         for name in _FIELDS
         if getattr(question, name) and getattr(question, name) != getattr(namespace, name)
-    )
+    ]
+    if question.layout_digest and question.layout_digest != namespace.layout_digest:
+        asked_layout, stored_layout = question.layout_digest.hex(), namespace.layout_digest.hex()
+        found.append(Difference(field="layout", asked=asked_layout, stored=f"{stored_layout} ({namespace.layout})"))
+    return tuple(found)
 
 
 def _difference(name: str, asked: Manifest, stored: Manifest) -> Difference:

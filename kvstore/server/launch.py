@@ -43,6 +43,7 @@ class WorkerLaunch:
         data_dirs: folders (or raw block devices) that this worker owns; one target for each.
         capacity_bytes: what each of `data_dirs` may use.
         hosts: addresses to listen on.
+        advertise: name or address to report in place of a wildcard host (0.0.0.0, ::); "" where there is none.
         data_port: port on each of them; 0 is any free one.
         cache_bytes, staging_bytes: of this worker; cache 0 is off.
         device: "auto", "uring", "liburing" or "threads".
@@ -60,6 +61,7 @@ class WorkerLaunch:
     data_dirs: tuple[str, ...]
     capacity_bytes: int
     hosts: tuple[str, ...]
+    advertise: str
     data_port: int
     cache_bytes: int
     staging_bytes: int

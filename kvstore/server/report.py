@@ -100,6 +100,7 @@ class Question:
     weights: str = ""
     adapter: str = ""
     adapter_revision: str = ""
+    layout_digest: bytes = b""
     keys: bytes = b""
     tokens: tuple[int, ...] = ()
 

@@ -179,7 +179,7 @@ class LookupResponse(_message.Message):
     def __init__(self, statuses: _Optional[bytes] = ..., prefix: _Optional[int] = ..., namespace_known: bool = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("tenant", "namespace", "manifest", "model", "weights", "adapter", "adapter_revision", "keys", "tokens")
+    __slots__ = ("tenant", "namespace", "manifest", "model", "weights", "adapter", "adapter_revision", "keys", "tokens", "layout_digest")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +189,7 @@ class ExplainRequest(_message.Message):
     ADAPTER_REVISION_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     namespace: bytes
     manifest: bytes
@@ -198,7 +199,8 @@ class ExplainRequest(_message.Message):
     adapter_revision: str
     keys: bytes
     tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tenant: _Optional[str] = ..., namespace: _Optional[bytes] = ..., manifest: _Optional[bytes] = ..., model: _Optional[str] = ..., weights: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_revision: _Optional[str] = ..., keys: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    layout_digest: bytes
+    def __init__(self, tenant: _Optional[str] = ..., namespace: _Optional[bytes] = ..., manifest: _Optional[bytes] = ..., model: _Optional[str] = ..., weights: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_revision: _Optional[str] = ..., keys: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., layout_digest: _Optional[bytes] = ...) -> None: ...
 
 class KeyExplanation(_message.Message):
     __slots__ = ("key", "status", "text", "ago_ns")

@@ -1,0 +1,217 @@
+"""The supervisor: `kvstore serve`. Builds the node out of its parts, and lives until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from kvstore.cluster.store import ClusterStore
+from kvstore.limits import SECOND_NS
+from kvstore.server.addresses import bound_port, join_address, listen
+from kvstore.server.control import Control
+from kvstore.server.fleet import Fleet
+from kvstore.server.grpc_edge.service import GrpcServer
+from kvstore.server.http_edge import HttpEdge
+from kvstore.server.launch import WorkerLaunch
+from kvstore.server.places import ReadyAddresses, clear_ready_file, open_store, prepare_data_dirs, write_ready_file
+from kvstore.server.wire_edge import WireEdge
+from kvstore.server.worker_handle import WorkerHandle
+from kvstore.settings import NodeSettings, is_wildcard
+from kvstore.telemetry.metrics import SupervisorMetrics
+
+log = logging.getLogger(__name__)
+
+_NODE_ID_KEY: Final = "node/id"
+_BOOTS_KEY: Final = "node/boots"
+_CHANGES_BITS: Final = 20
+"""Epoch = starts of the node << 20 | changes since: it grows over restarts without a write for each change."""
+
+_GRPC_STOP_NS: Final = SECOND_NS
+
+
+def run_node(settings: NodeSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Logging is set up by the caller.
+
+    Raises:
+        KVStoreError: the node could not start; the message is for the operator.
+    """
+    asyncio.run(_run(settings))
+
+
+async def _run(settings: NodeSettings) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvstore-") as private_dir:
+        await Node(settings, private_dir=private_dir).run()
+
+
+class Node:
+    """One node on the running loop. `private_dir` is a folder of mode 0700 for its Unix socket."""
+
+    def __init__(self, settings: NodeSettings, *, private_dir: str) -> None:
+        self._settings = settings
+        self._stop = asyncio.Event()
+        self._metrics = SupervisorMetrics()
+        self._ready_path = Path(settings.ready_file) if settings.ready_file else None
+        if self._ready_path:
+            clear_ready_file(self._ready_path)
+        prepare_data_dirs(settings.data_dir, capacity_bytes=settings.capacity_each_bytes)
+        self._store: ClusterStore | None = open_store(settings.data_dir)
+        self._node_id = settings.node_id or self._kept(_NODE_ID_KEY) or f"node-{uuid.uuid4().hex[:12]}"
+        # on raw devices alone nothing of ours is kept between starts, so the clock must tell them apart
+        self._boots = int(self._kept(_BOOTS_KEY) or 0) + 1 if self._store else int(time.time())
+        self._fleet = Fleet(node_id=self._node_id, start_epoch=self._boots << _CHANGES_BITS, metrics=self._metrics)
+        self._grpc_socket = str(Path(private_dir) / "grpc.sock")
+        self._grpc = GrpcServer(Control(self._fleet), metrics=self._metrics)
+        self._wire_edge = WireEdge(self._fleet, grpc_socket=self._grpc_socket, metrics=self._metrics)
+        self._http_edge = HttpEdge(self._fleet)
+        self._workers = [
+            WorkerHandle(launch, on_change=self._fleet.changed) for launch in plan_workers(settings, self._node_id)
+        ]
+
+    async def run(self) -> None:
+        """Serve until a signal; raises KVStoreError when the start fails."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._signalled, signum)
+        await self._open_ports()
+        self._fleet.adopt(self._workers)
+        lives = [asyncio.create_task(worker.run()) for worker in self._workers]
+        follower = asyncio.create_task(self._follow())
+        try:
+            await self._until_serving(lives)
+            if not self._stop.is_set():
+                self._announce()
+                await self._stop.wait()
+            await self._drain()
+        finally:
+            for worker in self._workers:
+                worker.kill()
+            for task in (*lives, follower):
+                task.cancel()
+            await asyncio.gather(*lives, follower, return_exceptions=True)
+            await self._close()
+
+    def _signalled(self, signum: int) -> None:
+        if self._stop.is_set():
+            log.warning("%s again: calls in progress are cut off", signal.Signals(signum).name)
+            for worker in self._workers:
+                worker.kill()
+            return
+        log.info("%s: draining", signal.Signals(signum).name)
+        self._stop.set()
+
+    async def _open_ports(self) -> None:
+        grpc_listeners = self._listen("grpc_port", self._settings.grpc_port)
+        metrics_listeners = self._listen("metrics_port", self._settings.metrics_port)
+        host = self._settings.advertised_host
+        self._fleet.grpc_address = join_address(host, bound_port(grpc_listeners[0]))
+        self._fleet.metrics_address = join_address(host, bound_port(metrics_listeners[0]))
+        await self._grpc.start(self._grpc_socket)
+        await self._wire_edge.start(grpc_listeners)
+        await self._http_edge.start(metrics_listeners)
+
+    def _listen(self, purpose: str, port: int) -> list[socket.socket]:
+        """One listener for each host, all on one port."""
+        listeners: list[socket.socket] = []
+        for host in dict.fromkeys(self._settings.host):
+            listeners.append(listen(host, port, purpose=purpose))
+            port = bound_port(listeners[0])
+        return listeners
+
+    async def _until_serving(self, lives: Sequence[asyncio.Task[None]]) -> None:
+        """Until every worker serves, a start fails (raised), or a signal comes."""
+        serving = asyncio.create_task(self._all_serving())
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait((serving, stopped, *lives), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            serving.cancel()
+            stopped.cancel()
+        for life in lives:
+            if life.done() and not self._stop.is_set():
+                life.result()
+
+    async def _all_serving(self) -> None:
+        for worker in self._workers:
+            await worker.wait_serving()
+
+    def _announce(self) -> None:
+        """The drives are ours now: keep who we are, and tell the world."""
+        if self._store:
+            self._store.put(_NODE_ID_KEY, self._node_id)
+            self._store.put(_BOOTS_KEY, str(self._boots))
+        data = [address for worker in self._workers if worker.readiness for address in worker.readiness.data]
+        log.info(
+            "node %s serves: gRPC %s, data %s, metrics http://%s",
+            self._node_id,
+            self._fleet.grpc_address,
+            ", ".join(data),
+            self._fleet.metrics_address,
+        )
+        if self._ready_path:
+            addresses = ReadyAddresses(
+                grpc=self._fleet.grpc_address, data=data, metrics=self._fleet.metrics_address, pid=os.getpid()
+            )
+            write_ready_file(self._ready_path, addresses)
+
+    async def _follow(self) -> None:
+        """Carry each change to health checks and workers."""
+        while True:
+            change = self._fleet.next_change()
+            await self._grpc.set_serving(self._fleet.serving)
+            await self._fleet.push_view()
+            await change.wait()
+
+    async def _drain(self) -> None:
+        self._fleet.stop_placing()
+        await asyncio.gather(*(worker.stop(within_ns=self._settings.drain_timeout) for worker in self._workers))
+
+    async def _close(self) -> None:
+        self._wire_edge.stop()
+        self._http_edge.stop()
+        await self._grpc.stop(within_ns=_GRPC_STOP_NS)
+        if self._ready_path:
+            self._ready_path.unlink(missing_ok=True)
+        if self._store:
+            self._store.close()
+        log.info("node %s has stopped", self._node_id)
+
+    def _kept(self, key: str) -> str | None:
+        return self._store.get(key) if self._store else None
+
+
+def plan_workers(settings: NodeSettings, node_id: str) -> list[WorkerLaunch]:
+    """One worker for each address (rail), but no more than there are drives; drives and memory are divided evenly."""
+    count = min(len(settings.host), len(settings.data_dir))
+    return [
+        WorkerLaunch(
+            admin_fd=-1,  # known when it is started
+            rail=rail,
+            node_id=node_id,
+            data_dirs=settings.data_dir[rail::count],
+            capacity_bytes=settings.capacity_each_bytes,
+            hosts=settings.host[rail::count],
+            advertise=settings.advertise if any(map(is_wildcard, settings.host)) else "",
+            data_port=settings.data_port,
+            cache_bytes=settings.cache // count,
+            staging_bytes=settings.staging // count,
+            device=settings.device,
+            queue_depth=settings.queue_depth,
+            segment_bytes=settings.segment_bytes,
+            write_amplification_max=settings.write_amplification_max,
+            endurance_bytes_day=settings.drive_endurance,
+            scrub_bytes_second=settings.scrub_rate,
+            drain_ns=settings.drain_timeout,
+            log_level=settings.log_level,
+            log_format=settings.log_format,
+        )
+        for rail in range(count)
+    ]

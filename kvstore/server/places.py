@@ -1,0 +1,97 @@
+"""The folders and files that a node touches itself: data folders before their worker opens them, and the ready file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import stat
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from kvstore.cluster.store import FileStore, replace_file
+from kvstore.errors import InvalidRequest
+from kvstore.settings import format_size
+
+log = logging.getLogger(__name__)
+
+STORE_FILE: Final = "node.json"
+_BLOCK_BYTES: Final = 512  # st_blocks is in these units, stat(2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyAddresses:
+    """Content of the ready file."""
+
+    grpc: str
+    data: Sequence[str]
+    metrics: str
+    pid: int
+
+
+def prepare_data_dirs(paths: Sequence[str], *, capacity_bytes: int) -> None:
+    """Make the folders where they are missing, and warn where the file system is too small.
+
+    Raises:
+        InvalidRequest: a path is neither a folder nor a block device, or cannot be made or written.
+    """
+    for path in map(Path, paths):
+        if not _is_block_device(path):
+            _prepare_folder(path)
+            _warn_of_space(path, capacity_bytes)
+
+
+def open_store(paths: Sequence[str]) -> FileStore | None:
+    """The node's own store, in its first data folder; None when all data lies on raw devices."""
+    folder = next((path for path in map(Path, paths) if path.is_dir()), None)
+    return FileStore(folder / STORE_FILE) if folder is not None else None
+
+
+def clear_ready_file(path: Path) -> None:
+    """Remove what an earlier life left. Raises InvalidRequest when the file could not be written later."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise InvalidRequest(f"ready_file {path} cannot be removed: {error.strerror}; pass another path") from None
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise InvalidRequest(
+            f"ready_file {path} cannot be written: {path.parent} is no writable folder; pass another path"
+        )
+
+
+def write_ready_file(path: Path, addresses: ReadyAddresses) -> None:
+    """Write it so that a reader sees nothing or all of it."""
+    replace_file(path, json.dumps(asdict(addresses)).encode() + b"\n")
+
+
+def _is_block_device(path: Path) -> bool:
+    try:
+        return stat.S_ISBLK(path.stat().st_mode)
+    except OSError:
+        return False
+
+
+def _prepare_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise InvalidRequest(f"data_dir {path} is a file; name a folder or a block device") from None
+    except OSError as error:
+        raise InvalidRequest(f"data_dir {path} cannot be made: {error.strerror}; name a folder you may write") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise InvalidRequest(f"data_dir {path} is not writable; change its rights or mount, or name another folder")
+
+
+def _warn_of_space(path: Path, capacity_bytes: int) -> None:
+    own_bytes = sum(entry.stat().st_blocks * _BLOCK_BYTES for entry in os.scandir(path) if entry.is_file())
+    room_bytes = shutil.disk_usage(path).free + own_bytes
+    if room_bytes < capacity_bytes:
+        log.warning(
+            "data_dir %s may use %s but its file system has room for %d MiB: the node evicts earlier; lower capacity",
+            path,
+            format_size(capacity_bytes),
+            room_bytes >> 20,
+        )

@@ -1,0 +1,116 @@
+"""The few lines that tell a person how a node is: the same for the status page and `kvstore status`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvstore.limits import SECOND_NS, KiB
+from kvstore.server.report import NodeReport
+from kvstore.telemetry.registry import Snapshot, number, text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One fact: `name`, and its value in words."""
+
+    name: str
+    value: str
+
+
+def summary_lines(report: NodeReport) -> Iterator[Line]:
+    """What the node is, holds and does, most important first."""
+    numbers = report.numbers
+    yield Line(name="state", value=f"{report.state} for {words_of_seconds(report.uptime_seconds)}")
+    yield Line(name="node", value=f"{report.node_id}, kvstore {report.version}, pid {report.pid}, view {report.epoch}")
+    yield Line(name="addresses", value=f"gRPC {report.grpc}, metrics {report.metrics}")
+    yield Line(name="device", value=_device(report))
+    yield Line(name="stored", value=_stored(report))
+    yield Line(name="RAM cache", value=_cache(report))
+    yield Line(name="lookups", value=_lookups(report))
+    yield Line(
+        name="traffic", value=f"{_bytes(numbers, 'sent_bytes')} sent, {_bytes(numbers, 'received_bytes')} received"
+    )
+    yield Line(name="eviction", value=_eviction(report))
+    yield Line(name="writes", value=_writes(report))
+    yield Line(name="integrity", value=_integrity(report))
+    yield Line(name="connections", value=f"{number(numbers, 'dataplane', 'connections'):.0f}")
+
+
+def words_of_bytes(size_bytes: float) -> str:
+    """A size for people: "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < KiB:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= KiB
+    return f"{size_bytes:.1f} TiB"
+
+
+def words_of_seconds(seconds: float) -> str:
+    """A duration for people, in the largest unit that fits: "3.5 h"."""
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def _bytes(numbers: Snapshot, field: str) -> str:
+    return words_of_bytes(number(numbers, "dataplane", field))
+
+
+def _device(report: NodeReport) -> str:
+    mode = text(report.numbers, "device", "mode")
+    if not mode:
+        return "not known (no worker answers)"
+    direct = "direct I/O" if number(report.numbers, "device", "direct_io") else "through the page cache"
+    return f"{mode}, {direct}: {text(report.numbers, 'device', 'mode_reason')}"
+
+
+def _stored(report: NodeReport) -> str:
+    live, allocated, capacity = (
+        words_of_bytes(number(report.numbers, "engine", name))
+        for name in ("live_bytes", "allocated_bytes", "capacity_bytes")
+    )
+    return (
+        f"{number(report.numbers, 'engine', 'records'):.0f} records, {live} live, {allocated} allocated of {capacity}"
+    )
+
+
+def _cache(report: NodeReport) -> str:
+    capacity = number(report.numbers, "engine", "cache_capacity_bytes")
+    if not capacity:
+        return "off"
+    used = words_of_bytes(number(report.numbers, "engine", "cache_bytes"))
+    hits, misses = (number(report.numbers, "engine", name) for name in ("cache_hits", "cache_misses"))
+    return f"{used} of {words_of_bytes(capacity)}, {_share(hits, hits + misses)} of reads"
+
+
+def _lookups(report: NodeReport) -> str:
+    asked, hits = (number(report.numbers, "dataplane", name) for name in ("lookup_keys", "lookup_hits"))
+    failed = number(report.numbers, "dataplane", "failed_records")
+    return f"{hits:.0f} hits of {asked:.0f} keys asked ({_share(hits, asked)}), {failed:.0f} failed loads"
+
+
+def _eviction(report: NodeReport) -> str:
+    evicted = number(report.numbers, "engine", "evicted_records")
+    age = number(report.numbers, "engine", "eviction_age_ns") / SECOND_NS
+    return f"{evicted:.0f} records evicted" + (f", now of age {words_of_seconds(age)}" if age else "")
+
+
+def _writes(report: NodeReport) -> str:
+    amplification = number(report.numbers, "engine", "write_amplification")
+    day = number(report.numbers, "engine", "written_bytes_day")
+    endurance = number(report.numbers, "engine", "endurance_bytes_day")
+    rated = f", {_share(day, endurance)} of the rated endurance" if endurance else ""
+    return f"{words_of_bytes(day)} in the last day{rated}, write amplification {amplification:.2f}"
+
+
+def _integrity(report: NodeReport) -> str:
+    quarantined, scrubbed, bad = (
+        number(report.numbers, "engine", name) for name in ("quarantined_records", "scrubbed_records", "scrub_errors")
+    )
+    return f"{quarantined:.0f} records quarantined, {scrubbed:.0f} scrubbed, {bad:.0f} found bad"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "0 %"
