@@ -122,8 +122,8 @@ def _build(package: Path, scratch: Path) -> None:
         subprocess.run(["tar", "x", "-C", unpacked, "--wildcards", *patterns], stdin=archive.stdout, check=True)
     (image / "vmlinux").write_bytes(_elf_kernel(next(unpacked.glob("boot/vmlinuz-*")).read_bytes()))
 
-    for folder in ("bin", "proc", "sys", "dev", "host", "modules"):
-        (root / folder).mkdir(parents=True)
+    for name in ("bin", "proc", "sys", "dev", "host", "modules"):
+        (root / name).mkdir(parents=True)
     shutil.copy(str(shutil.which("busybox")), root / "bin" / "busybox")
     order = []
     for module, content in _modules(unpacked):
