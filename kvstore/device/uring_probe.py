@@ -7,6 +7,8 @@ import mmap
 import os
 import resource
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 from kvstore.device.base import IoKind, IoOp
 from kvstore.device.file import DataFile
@@ -20,6 +22,8 @@ except ImportError as import_error:
     BINDING_MISSING = f"kvstore.device._uring is not built ({import_error})"
 else:
     BINDING_MISSING = ""
+
+DISABLED_SYSCTL: Final = Path("/proc/sys/kernel/io_uring_disabled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +135,7 @@ def explain_setup_failure(error: OSError) -> str:
         return f"{error.args[1]}: {os.strerror(errno.ENOSYS)}; the kernel has no io_uring, or seccomp hides it"
     if error.errno in (errno.EPERM, errno.EACCES):
         try:
-            with open("/proc/sys/kernel/io_uring_disabled") as setting:
-                disabled = setting.read().strip()
+            disabled = DISABLED_SYSCTL.read_text().strip()
         except OSError:
             disabled = "0"  # the sysctl came with Linux 6.6
         if disabled != "0":

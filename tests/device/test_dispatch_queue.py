@@ -1,0 +1,151 @@
+"""The dispatch queue over a memory drive whose completions the test holds back."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore import limits
+from kvstore.device.base import IoKind, IoOp
+from kvstore.device.health import DriveHealth, HealthMonitor
+from kvstore.device.memory import MemoryDevice
+from kvstore.device.queue import FLOWS, DispatchQueue, RoundRobin
+from kvstore.errors import InvalidRequest, Overloaded
+from kvstore.telemetry.metrics import DeviceFault
+from kvstore.testing.device_suite import MIB, PAGE, aligned
+from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice
+from kvstore.types.flow import FlowClass
+
+
+@pytest.fixture
+def drive() -> Iterator[FaultyDevice]:
+    device = FaultyDevice(MemoryDevice(size_bytes=MIB))
+    yield device
+    device.close()
+
+
+def reads(count: int, flow: FlowClass = FlowClass.BACKGROUND) -> list[IoOp]:
+    return [IoOp(IoKind.READ, index * PAGE, [aligned(PAGE)], flow=flow, owner=index) for index in range(count)]
+
+
+def test_the_depth_is_a_cap_and_order_is_kept(drive: FaultyDevice) -> None:
+    queue = DispatchQueue(drive, 3)
+    drive.hold()
+    for op in reads(10):
+        queue.submit(op)
+    assert (queue.queued, queue.in_flight, drive.held) == (10, 0, 0)
+    queue.start()
+    assert (queue.queued, queue.in_flight, queue.in_flight_bytes, drive.held) == (7, 3, 3 * PAGE, 3)
+    drive.release(2)
+    assert [op.owner for op in queue.pump()] == [0, 1]
+    assert (queue.queued, queue.in_flight) == (5, 3)
+    drive.release()
+    seen = []
+    while queue.in_flight:
+        seen += [op.owner for op in queue.pump()]
+    assert seen == list(range(2, 10))
+    assert (queue.queued, queue.in_flight, queue.in_flight_bytes) == (0, 0, 0)
+    assert queue.started_by_flow[FlowClass.BACKGROUND] == 10
+    assert queue.in_flight_by_flow == [0] * len(FLOWS)
+
+
+def test_classes_take_turns(drive: FaultyDevice) -> None:
+    queue = DispatchQueue(drive, 1)
+    for flow in (FlowClass.BACKGROUND, FlowClass.DECODE_READ, FlowClass.WRITEBACK):
+        for op in reads(3, flow):
+            queue.submit(op)
+    assert queue.queued_by_flow() == [3, 0, 0, 3, 3]
+    order: list[FlowClass] = []
+    while queue.queued or queue.in_flight:
+        order += [op.flow for op in queue.pump()]
+    assert order == [FlowClass.DECODE_READ, FlowClass.WRITEBACK, FlowClass.BACKGROUND] * 3
+
+
+def test_weights_are_turns_per_round(drive: FaultyDevice) -> None:
+    queue = DispatchQueue(drive, 1, policy=RoundRobin((3, 1, 1, 1, 1)))
+    for flow in (FlowClass.BACKGROUND, FlowClass.DECODE_READ):
+        for op in reads(4, flow):
+            queue.submit(op)
+    order: list[FlowClass] = []
+    while queue.queued or queue.in_flight:
+        order += [op.flow for op in queue.pump()]
+    decode, background = FlowClass.DECODE_READ, FlowClass.BACKGROUND
+    assert order == [decode, decode, decode, background, decode, background, background, background]
+
+
+@given(counts=st.lists(st.integers(0, 6), min_size=5, max_size=5), depth=st.integers(1, 8))
+def test_everything_comes_back_once_and_in_order_of_its_class(counts: list[int], depth: int) -> None:
+    device = FaultyDevice(MemoryDevice(size_bytes=MIB))
+    queue = DispatchQueue(device, depth)
+    for flow, count in zip(FLOWS, counts, strict=True):
+        for op in reads(count, flow):
+            queue.submit(op)
+    seen: list[list[int]] = [[] for _ in FLOWS]
+    while queue.queued or queue.in_flight:
+        for op in queue.pump():
+            seen[op.flow].append(op.owner)
+        assert queue.in_flight <= depth
+    assert seen == [list(range(count)) for count in counts]
+    device.close()
+
+
+def test_counts_and_latency(drive: FaultyDevice) -> None:
+    queue = DispatchQueue(drive, 4)
+    queue.submit(IoOp(IoKind.WRITE, 0, [aligned(PAGE)], flow=FlowClass.WRITEBACK))
+    queue.submit(IoOp(IoKind.READ, 0, [aligned(2 * PAGE)], flow=FlowClass.DECODE_READ))
+    queue.submit(IoOp(IoKind.SYNC, 0, []))
+    queue.start(now_ns=1000)
+    assert len(queue.pump(now_ns=5000)) == 3
+    metrics = queue.metrics
+    assert (metrics.reads, metrics.writes, metrics.syncs) == (1, 1, 1)
+    assert (metrics.read_bytes, metrics.written_bytes) == (2 * PAGE, PAGE)
+    assert metrics.flow_bytes == [2 * PAGE, 0, 0, PAGE, 0]
+    assert metrics.read_ns.total_ns == metrics.write_ns.total_ns == metrics.sync_ns.total_ns == 4000
+    queue.update_gauges()
+    assert (metrics.mode, metrics.healthy, metrics.queue_depth) == ("memory", 1, 4)
+
+
+def test_errors_are_counted_and_fail_the_drive(drive: FaultyDevice) -> None:
+    queue = DispatchQueue(drive, 8, health=HealthMonitor(failed_after=3))
+    drive.inject(Fault(action=FaultAction.ERROR, errno_code=errno.ENOSPC))
+    drive.inject(Fault(action=FaultAction.ERROR, times=3))
+    for op in reads(4):
+        queue.submit(op)
+    queue.start()
+    done = queue.pump()
+    assert all(op.error is not None for op in done)
+    assert queue.metrics.errors[DeviceFault.ENOSPC] == 1
+    assert queue.metrics.errors[DeviceFault.EIO] == 3
+    assert queue.health.health is DriveHealth.FAILED
+    assert queue.metrics.healthy == 0
+    queue.submit(reads(1)[0])
+    queue.start()
+    queue.pump()
+    assert queue.metrics.healthy == 1  # a trial went well: suspect, and served
+
+
+def test_the_queue_is_bounded(drive: FaultyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.device.queue.QUEUED_OPS_MAX", 3)
+    queue = DispatchQueue(drive, 1)
+    for op in reads(3):
+        queue.submit(op)
+    with pytest.raises(Overloaded, match="the limit is 3"):
+        queue.submit(reads(1)[0])
+    assert [op.owner for op in queue.drain()] == [0, 1, 2]
+    assert queue.queued == 0
+
+
+@pytest.mark.parametrize("depth", [0, -1, limits.QUEUE_DEPTH_MAX + 1])
+def test_an_impossible_depth(drive: FaultyDevice, depth: int) -> None:
+    with pytest.raises(InvalidRequest, match="out of range"):
+        DispatchQueue(drive, depth)
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (0, 1, 1, 1, 1)])
+def test_impossible_weights(weights: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidRequest, match="weights"):
+        RoundRobin(weights)
