@@ -130,7 +130,9 @@ class NodeSettings(BaseSettings):
     Made by `load_node_settings`, which turns what is wrong into one clear `InvalidRequest`.
     """
 
-    model_config = SettingsConfigDict(env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", enable_decoding=False)
+    model_config = SettingsConfigDict(
+        env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", enable_decoding=False, validate_default=False
+    )
 
     data_dir: CommaList = Field(description="folders or raw block devices, one target for each")
     capacity: Size = Field(description="bytes that all of data_dir together may use, divided evenly")

@@ -55,6 +55,24 @@ class Screen:
         self._console.print()
         self._console.print(table)
 
+    def grid(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Rows of cells under headers."""
+        table = Table(title=title, title_justify="left")
+        for header in headers:
+            table.add_column(header, overflow="fold")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        self._console.print(table)
+
+    def line(self, text: str) -> None:
+        """One line of plain text, never wrapped."""
+        self._console.print(escape(text), soft_wrap=True)
+
+    def clear(self) -> None:
+        """Begin at the top again; nothing where the output is no terminal."""
+        if self._console.is_terminal:
+            self._console.clear()
+
     def quote(self, who: str, text: str) -> None:
         """Text that a program made, set apart from ours."""
         self._console.print(f"[dim]{escape(who)}:[/dim]")

@@ -21,6 +21,8 @@ Verbs of ADMIN, arguments -> value (msgpack maps); ERROR where it fails:
     view_set    the view as plain data -> {}
     shutdown    {"within_ns": int} -> {}: refuse new calls, finish those in progress within the time, close the drives,
                 exit 0. The answer comes at once. SIGTERM means the same with `drain_ns`.
+
+SIGINT is ignored: Ctrl-C in a terminal reaches the whole process group, and is for the supervisor, which then drains.
 """
 
 from __future__ import annotations

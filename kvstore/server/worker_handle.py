@@ -187,7 +187,6 @@ class WorkerHandle:
                 *(sys.executable, "-m", WORKER_MODULE, launch.to_argument()),
                 stdin=DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C in a terminal is for the supervisor, which then drains
             )
         return process, AdminChannel(ours)
 

@@ -1,0 +1,306 @@
+"""The command `kvstore`. The one file that imports typer; what a command needs is imported when it runs.
+
+Exit status: 0 done; 1 it failed, or `check` found damage; 2 the request was wrong; 3 the node (or a port, a drive) is
+not available now, trying again may help.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from kvstore.errors import InvalidRequest, KVStoreError, Retryable
+from kvstore.limits import DIGEST_BYTES, SECOND_NS
+
+if TYPE_CHECKING:
+    from kvstore.server.grpc_edge.client import ControlClient
+
+EXIT_FAILED: Final = 1
+EXIT_INVALID: Final = 2
+EXIT_UNAVAILABLE: Final = 3
+_WATCH_SECONDS: Final = 2.0
+_TOKENS_FILE_BYTES_MAX: Final = 64 * 1024 * 1024
+
+app = typer.Typer(
+    help="A disaggregated KVCache store: chunks of KV of large language models, on SSD nodes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Node = Annotated[str, typer.Option("--node", envvar="KVSTORE_NODE", help="gRPC address of a node.")]
+Json = Annotated[bool, typer.Option("--json", help="Report as JSON.")]
+Timeout = Annotated[str, typer.Option("--timeout", help="How long a call may take, such as 10s.")]
+_NODE_DEFAULT: Final = "127.0.0.1:7400"
+
+
+def main() -> None:
+    """Run the command line; errors of ours become one clear message and an exit status."""
+    try:
+        app()
+    except KVStoreError as error:
+        print(f"kvstore: {error}", file=sys.stderr)
+        sys.exit(_exit_status(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _exit_status(error: KVStoreError) -> int:
+    if isinstance(error, InvalidRequest):
+        return EXIT_INVALID
+    return EXIT_UNAVAILABLE if isinstance(error, Retryable) else EXIT_FAILED
+
+
+@app.command()
+def serve(
+    data_dir: Annotated[str | None, typer.Option(help="Folders or raw block devices, comma-separated.")] = None,
+    capacity: Annotated[str | None, typer.Option(help="Bytes that all of them together may use, such as 8GiB.")] = None,
+    host: Annotated[str | None, typer.Option(help="Addresses to listen on, comma-separated. [127.0.0.1]")] = None,
+    advertise: Annotated[str | None, typer.Option(help="Address for clients where --host is a wildcard.")] = None,
+    grpc_port: Annotated[str | None, typer.Option(help="Control plane; 0 is any free port. [7400]")] = None,
+    data_port: Annotated[str | None, typer.Option(help="Data plane. [7401]")] = None,
+    metrics_port: Annotated[str | None, typer.Option(help="/metrics, /healthz and a status page. [7402]")] = None,
+    cache: Annotated[str | None, typer.Option(help="RAM cache for hot chunks; 0 turns it off. [1GiB]")] = None,
+    staging: Annotated[str | None, typer.Option(help="Memory for transfers in progress. [128MiB]")] = None,
+    ready_file: Annotated[str | None, typer.Option(help="Written as JSON once the node serves.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="Cluster store; empty is a node on its own.")] = None,
+    node_id: Annotated[str | None, typer.Option(help="Name of the node. [chosen at the first start]")] = None,
+    transport: Annotated[str | None, typer.Option(help="tcp, auto or rdma. [auto]")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, uring, liburing or threads. [auto]")] = None,
+    queue_depth: Annotated[str | None, typer.Option(help="Operations in flight for each drive. [32]")] = None,
+    segment_bytes: Annotated[str | None, typer.Option(help="Segment of a new drive; 0 is by capacity. [0]")] = None,
+    write_amplification_max: Annotated[str | None, typer.Option(help="Bound of re-insertion. [1.3]")] = None,
+    drive_endurance: Annotated[str | None, typer.Option(help="Bytes a day a drive is rated for, such as 2TiB.")] = None,
+    scrub_rate: Annotated[str | None, typer.Option(help="Bytes a second to verify; 0 is off. [2MiB]")] = None,
+    drain_timeout: Annotated[str | None, typer.Option(help="Time for calls in progress at the end. [20s]")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without TLS.")] = False,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error. [info]")] = None,
+    log_format: Annotated[str | None, typer.Option(help="human or json. [human]")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="TOML file with the same names (data_dir, grpc_port, ...).")
+    ] = None,
+) -> None:
+    """Run a node until SIGTERM, which drains and exits 0.
+
+    Each option may also come from the environment (KVSTORE_GRPC_PORT) or from the file of --config.
+    """
+    flags: dict[str, object] = {name: value for name, value in locals().items() if name != "config"}
+    flags["insecure"] = insecure or None  # not given leaves it to environment and file
+    from kvstore.server.node import run_node
+    from kvstore.settings import load_node_settings
+    from kvstore.telemetry.logs import LogFormat, LogLevel, configure
+
+    settings = load_node_settings(flags, config=Path(config) if config else None)
+    configure(level=LogLevel(settings.log_level), format=LogFormat(settings.log_format), process="supervisor")
+    run_node(settings)
+
+
+@app.command()
+def status(
+    node: Node = _NODE_DEFAULT,
+    as_json: Json = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 seconds.")] = False,
+    timeout: Timeout = "10s",
+) -> None:
+    """How a node is: state, drives, space, hit rate, traffic."""
+    from kvstore.cli.render import json_text, show_status
+    from kvstore.cli.screen import Screen
+
+    screen = Screen()
+    with _client(node, timeout) as client:
+        while True:
+            report, view = client.report(), client.view()
+            if as_json:
+                print(json_text({"node": report, "view": view}), flush=True)
+            else:
+                if watch:
+                    screen.clear()
+                show_status(screen, report, view)
+            if not watch:
+                return
+            time.sleep(_WATCH_SECONDS)
+
+
+@app.command()
+def namespaces(
+    node: Node = _NODE_DEFAULT,
+    tenant: Annotated[str, typer.Option(help="Whose namespaces.")] = "default",
+    after: Annotated[str, typer.Option(help="Digest (hex) to go on after.")] = "",
+    limit: Annotated[int, typer.Option(help="At most so many.")] = 100,
+    as_json: Json = False,
+    timeout: Timeout = "10s",
+) -> None:
+    """Namespaces of a tenant that a node knows."""
+    from kvstore.cli.render import json_text, show_namespaces
+    from kvstore.cli.screen import Screen
+
+    with _client(node, timeout) as client:
+        page = client.namespaces(tenant, after=_digest(after, "--after") if after else b"", limit=limit)
+    if as_json:
+        print(json_text(page))
+    else:
+        show_namespaces(Screen(), page)
+
+
+@app.command()
+def explain(
+    keys: Annotated[list[str] | None, typer.Argument(help="Digests of chunks (ChunkKey.digest), in hex.")] = None,
+    node: Node = _NODE_DEFAULT,
+    tenant: Annotated[str, typer.Option(help="Whose data; an explanation stays within one tenant.")] = "default",
+    tokens: Annotated[str, typer.Option(help="Token ids, comma-separated, or @FILE with ids in it.")] = "",
+    namespace: Annotated[str, typer.Option(help="Digest of the namespace, in hex.")] = "",
+    manifest: Annotated[str | None, typer.Option(help="File with Namespace.manifest() of what you use.")] = None,
+    model: Annotated[str, typer.Option(help="Model that you use.")] = "",
+    weights: Annotated[str, typer.Option(help="Weights fingerprint that you use.")] = "",
+    adapter: Annotated[str, typer.Option(help="Adapter that you use.")] = "",
+    adapter_revision: Annotated[str, typer.Option(help="Revision of the adapter.")] = "",
+    layout: Annotated[str, typer.Option(help="Digest of the KVLayout that you use, in hex.")] = "",
+    as_json: Json = False,
+    timeout: Timeout = "10s",
+) -> None:
+    """Why was this a miss?
+
+    Says which field of the namespace differs from what is stored, and for each chunk: stored, never written, evicted
+    and when, quarantined or pending.
+    """
+    from kvstore.cli.render import json_text, show_answer
+    from kvstore.cli.screen import Screen
+    from kvstore.server.report import Question
+
+    question = Question(
+        tenant=tenant,
+        namespace=_digest(namespace, "--namespace") if namespace else b"",
+        manifest=_file(manifest, "--manifest") if manifest else b"",
+        model=model,
+        weights=weights,
+        adapter=adapter,
+        adapter_revision=adapter_revision,
+        layout_digest=_digest(layout, "--layout") if layout else b"",
+        keys=b"".join(_digest(key, "a key") for key in keys or ()),
+        tokens=_tokens(tokens),
+    )
+    with _client(node, timeout) as client:
+        answer = client.explain(question)
+    if as_json:
+        print(json_text(answer))
+    else:
+        show_answer(Screen(), answer)
+
+
+@app.command()
+def scrub(
+    node: Node = _NODE_DEFAULT,
+    rate: Annotated[str, typer.Option(help="Bytes a second per drive; 0 is as fast as it can.")] = "0",
+    as_json: Json = False,
+    timeout: Timeout = "10s",
+) -> None:
+    """Verify every stored record now; `kvstore status` shows the progress."""
+    from kvstore.settings import parse_size
+
+    rate_bytes = _parsed(parse_size, rate, "--rate")
+    with _client(node, timeout) as client:
+        started = client.scrub(rate_bytes)
+    _tell(as_json, {"started": started}, "scrub started" if started else "a scrub was in progress; it goes on")
+
+
+@app.command()
+def drain(
+    node: Node = _NODE_DEFAULT,
+    resume: Annotated[bool, typer.Option("--resume", help="Take puts again.")] = False,
+    as_json: Json = False,
+    timeout: Timeout = "10s",
+) -> None:
+    """Refuse new puts on a node and let those in progress finish; gets go on."""
+    with _client(node, timeout) as client:
+        draining = client.drain(resume=resume)
+    _tell(as_json, {"draining": draining}, "draining: puts are refused" if draining else "takes puts again")
+
+
+@app.command()
+def check(
+    data_dir: Annotated[Path, typer.Argument(help="Data folder or block device of a node that does not run.")],
+    as_json: Json = False,
+) -> None:
+    """Verify every record of a data folder, offline. Exit status 0 only if all is well."""
+    from kvstore.cli.check import check_data_dir
+
+    sys.exit(check_data_dir(data_dir, as_json=as_json))
+
+
+@app.command()
+def demo(
+    synthetic: Annotated[bool, typer.Option("--synthetic", help="Made-up KV instead of a model: no torch.")] = False,
+) -> None:
+    """The product at work: prefill writes, the node is killed, decode restores and generates."""
+    from kvstore.cli.demo import run_demo
+    from kvstore.cli.screen import Screen
+
+    sys.exit(run_demo(Screen(), synthetic=synthetic))
+
+
+@app.command()
+def version(as_json: Json = False) -> None:
+    """The version of this program."""
+    import kvstore
+
+    _tell(as_json, {"version": kvstore.__version__}, kvstore.__version__)
+
+
+def _client(node: str, timeout: str) -> ControlClient:
+    from kvstore.server.grpc_edge.client import ControlClient
+    from kvstore.settings import parse_duration
+
+    deadline_ns = _parsed(parse_duration, timeout, "--timeout")
+    if not 0 < deadline_ns <= 3600 * SECOND_NS:
+        raise InvalidRequest(f"--timeout is {timeout}; give more than nothing and at most 1h")
+    return ControlClient(node, deadline_ns=deadline_ns)
+
+
+def _tell(as_json: bool, fields: dict[str, object], words: str) -> None:
+    import json
+
+    print(json.dumps(fields) if as_json else words)
+
+
+def _parsed(parse: object, text: str, option: str) -> int:
+    assert callable(parse)
+    try:
+        return int(parse(text))
+    except ValueError as error:
+        raise InvalidRequest(f"{option}: {error}") from None
+
+
+def _digest(text: str, what: str) -> bytes:
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        digest = b""
+    if len(digest) != DIGEST_BYTES:
+        raise InvalidRequest(f"{what} is {text[:80]!r}; give the {2 * DIGEST_BYTES} hex characters of a digest")
+    return digest
+
+
+def _file(path: str, option: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(_TOKENS_FILE_BYTES_MAX)
+    except OSError as error:
+        raise InvalidRequest(f"{option} {path} cannot be read: {error.strerror}") from None
+
+
+def _tokens(text: str) -> tuple[int, ...]:
+    if text.startswith("@"):
+        text = _file(text[1:], "--tokens").decode("utf-8", "replace")
+    try:
+        tokens = tuple(int(piece) for piece in text.replace(",", " ").split())
+    except ValueError as error:
+        raise InvalidRequest(f"--tokens must be numbers, comma-separated, or @FILE: {error}") from None
+    wrong = next((token for token in tokens if not 0 <= token < 2**32), None)
+    if wrong is not None:
+        raise InvalidRequest(f"--tokens has {wrong}; token ids are from 0 to {2**32 - 1}")
+    return tokens

@@ -1,0 +1,98 @@
+"""Reports as tables for people, and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from kvstore.cli.screen import Screen
+from kvstore.cluster.view import View
+from kvstore.limits import SECOND_NS
+from kvstore.server.report import Answer, KeyAnswer, NamespaceAnswer, NamespacePage, NodeReport
+from kvstore.server.summary import summary_lines, words_of_seconds
+
+_DIGEST_CHARACTERS = 16
+_KEYS_SHOWN_MAX = 20
+
+
+def json_text(value: object) -> str:
+    """A report as JSON: dataclasses as objects, bytes as hex, enums as their value."""
+    return json.dumps(_plain(value), indent=2, ensure_ascii=False)
+
+
+def _plain(value: object) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: _plain(item) for name, item in asdict(value).items()}
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+def show_status(screen: Screen, report: NodeReport, view: View) -> None:
+    """The node, its workers and its targets."""
+    screen.table("", [(line.name, line.value) for line in summary_lines(report)])
+    workers = [
+        (str(worker.rail), worker.state, str(worker.pid), ", ".join(worker.data), str(worker.restarts), worker.detail)
+        for worker in report.workers
+    ]
+    screen.grid("", ("worker", "state", "pid", "data", "restarts", "detail"), workers)
+    targets = [(target.id, target.state, ", ".join(target.data), f"{target.weight:.2f}") for target in view.targets]
+    screen.grid("", ("target", "state", "data", "weight"), targets)
+
+
+def show_namespaces(screen: Screen, page: NamespacePage) -> None:
+    """One line for each namespace."""
+    rows = [
+        (
+            item.digest.hex()[:_DIGEST_CHARACTERS],
+            item.model,
+            item.weights,
+            f"{item.adapter} {item.adapter_revision}".strip(),
+            item.layout,
+            f"{item.generation}{' (dropped)' if item.dropped else ''}",
+        )
+        for item in page.namespaces
+    ]
+    screen.grid("", ("digest", "model", "weights", "adapter", "layout", "generation"), rows)
+    if page.next:
+        screen.line(f"more with --after {page.next.hex()}")
+
+
+def show_answer(screen: Screen, answer: Answer) -> None:
+    """The summary, then what each namespace tells."""
+    screen.line(answer.summary)
+    for namespace in answer.namespaces:
+        _show_namespace_answer(screen, namespace)
+
+
+def _show_namespace_answer(screen: Screen, answer: NamespaceAnswer) -> None:
+    namespace = answer.namespace
+    title = f"namespace {namespace.digest.hex()[:_DIGEST_CHARACTERS]}: {namespace.model}, {namespace.layout}"
+    if answer.differences:
+        rows = [(item.field, item.asked, item.stored) for item in answer.differences]
+        screen.grid(title, ("field", "asked", "stored"), rows)
+    if answer.keys:
+        lines = [_key_row(at, key) for at, key in enumerate(answer.keys[:_KEYS_SHOWN_MAX])]
+        screen.grid("" if answer.differences else title, ("chunk", "key", "status", "why"), lines)
+    if len(answer.keys) > _KEYS_SHOWN_MAX:
+        screen.line(f"and {len(answer.keys) - _KEYS_SHOWN_MAX} more; --json shows all")
+
+
+def _key_row(at: int, key: KeyAnswer) -> tuple[str, str, str, str]:
+    ago = f" ({words_of_seconds(key.ago_ns / SECOND_NS)} ago)" if key.ago_ns else ""
+    return str(at), key.key.hex()[:_DIGEST_CHARACTERS], key.status, key.text + ago
+
+
+def show_facts(screen: Screen, title: str, facts: Sequence[tuple[str, object]]) -> None:
+    """Names and values of a small report."""
+    screen.table(title, [(name, str(value)) for name, value in facts])
