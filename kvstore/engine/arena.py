@@ -98,7 +98,9 @@ class Arena:
             OSError: the address space or the memory limit does not allow the mapping.
         """
         self.size_bytes = max(_round_up(size_bytes), PAGE_BYTES)
-        self._map = mmap.mmap(-1, self.size_bytes)
+        # Private: shared anonymous memory is shmem, which gets no huge pages by default. With them a registered 1 MiB
+        # read costs 10 us of processor time instead of 28 (docs/decisions, io_uring).
+        self._map = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.memory = memoryview(self._map)
         if huge_pages and self.size_bytes >= 2 * MiB:
             _advise(self._map, _MADV_HUGEPAGE)
