@@ -21,14 +21,14 @@ STATUS_OF: Final[dict[type[errors.KVStoreError], grpc.StatusCode]] = {
     errors.OutcomeUnknown: grpc.StatusCode.UNKNOWN,
     errors.ChecksumMismatch: grpc.StatusCode.DATA_LOSS,
     errors.FormatUnsupported: grpc.StatusCode.UNIMPLEMENTED,
-    errors.NoSpace: grpc.StatusCode.OUT_OF_RANGE,
-    errors.Closed: grpc.StatusCode.CANCELLED,
+    errors.NoSpace: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Closed: grpc.StatusCode.UNAVAILABLE,
     errors.Internal: grpc.StatusCode.INTERNAL,
 }
-"""Exactly one status for each class; a class that is not here has that of its nearest base."""
+"""A class that is not here has the status of its nearest base."""
 
-_ERROR_OF: Final = {status: kind for kind, status in STATUS_OF.items()}
-assert len(_ERROR_OF) == len(STATUS_OF), "two errors must not share a status, or it could not be read back"
+_ERROR_OF: Final = {status: kind for kind, status in reversed(STATUS_OF.items())}
+"""Of two classes with one status, the first of the table is read back."""
 
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", GRPC_MESSAGE_BYTES_MAX),
@@ -48,4 +48,6 @@ def error_of(error: grpc.RpcError, address: str) -> errors.KVStoreError:
         return errors.Unavailable(f"no kvstore node answers at {address}; is it running, and is this its gRPC address?")
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(f"node {address} did not answer in time: {details}")
+    if status is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
+        return errors.InvalidRequest(f"the message is larger than gRPC takes; split the batch ({details})")
     return _ERROR_OF.get(status, errors.Internal)(details or f"node {address} answered {status.name}")
