@@ -109,7 +109,7 @@ def bind(client: KVClient, model: Any, **names: Any) -> TransformersKV:
 
 
 def save(node: LocalNode, model: Any, cache: DynamicCache) -> Saved:
-    with KVClient.connect(node.addresses.grpc, flow="writeback") as client:
+    with KVClient.connect(node.addresses.grpc, flow="prefill_read") as client:
         return bind(client, model).save(cache, PROMPT)
 
 

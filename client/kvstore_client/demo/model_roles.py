@@ -40,7 +40,7 @@ class ModelRoles:
 
     def prefill(self, node: str) -> RoleReport:
         """Computes the KV of the prompt's full chunks and writes them, durably."""
-        with KVClient.connect(node, flow="writeback") as client:
+        with KVClient.connect(node, flow="prefill_read") as client:
             kv = self._store(client)
             cache = self._prefix()
             started_ns = time.monotonic_ns()

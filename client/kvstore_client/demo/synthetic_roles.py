@@ -12,12 +12,12 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from kvstore_client.client import BoundNamespace
 
 from kvstore.cli.demo_report import RoleReport
 from kvstore.types.layout import KVLayout, Part
 from kvstore.types.results import Hit, Refused, Stored
 from kvstore_client import KVClient, Namespace
+from kvstore_client.client import BoundNamespace
 
 MODEL_NAME: Final = "synthetic/135m-shape"
 CHUNK_TOKENS: Final = 32
@@ -40,7 +40,7 @@ class SyntheticRoles:
 
     def prefill(self, node: str) -> RoleReport:
         """Computes the KV of the prompt and writes its full chunks, durably."""
-        with KVClient.connect(node, flow="writeback") as client:
+        with KVClient.connect(node, flow="prefill_read") as client:
             namespace = _namespace(client)
             keys = namespace.keys(PROMPT)
             chunks = [_chunk(state) for state in _states(PROMPT)]

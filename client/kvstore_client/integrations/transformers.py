@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvstore_client.client import BoundNamespace
 from transformers import DynamicCache
 
 from kvstore.errors import (
@@ -30,8 +29,9 @@ from kvstore.errors import (
 )
 from kvstore.limits import INTEGRATION_RESTORE_ATTEMPTS, INTEGRATION_STAGING_BYTES
 from kvstore.types.keys import KeyChain
-from kvstore.types.results import Exists, Hit, Miss, Refused, Stored
+from kvstore.types.results import Exists, Hit, Miss, MissReason, Refused, Stored
 from kvstore_client import KVClient, Namespace
+from kvstore_client.client import BoundNamespace
 from kvstore_client.integrations import cache_tensors
 from kvstore_client.integrations.cache_shape import WINDOW_PART, CacheShape, checkpoint_tokens
 from kvstore_client.integrations.cache_tensors import LayerTensors
@@ -217,8 +217,10 @@ class TransformersKV:
         trouble = ""
         for _ in range(INTEGRATION_RESTORE_ATTEMPTS):
             with self._namespace.match(keys, need=self._shape.parts) as match:
-                chunks = match.boundary
+                chunks = match.boundary_chunks
                 if not chunks:
+                    if match.reason not in (None, MissReason.ABSENT):
+                        trouble = trouble or f"nothing was found: {match.reason.name.lower()}"
                     break
                 full, good, why = self._load_full(keys[:chunks])
                 trouble = trouble or why
