@@ -41,7 +41,7 @@ def _sealed(page: memoryview, magic: bytes, end: int) -> bool:
     """Whether the magic word and the checksum of `page[8:end]` are right."""
     return (
         len(page) >= end
-        and page[:_CRC_AT] == magic
+        and bytes(page[:_CRC_AT]) == magic
         and _CRC.unpack_from(page, _CRC_AT)[0] == crc32c(page[_BODY_AT:end])
     )
 
@@ -252,7 +252,7 @@ def decode_segment_footer(page: Buffer) -> SegmentFooter | None:
     )
 
 
-# --- index blocks ------------------------------------------------------------------------------------------------------
+# --- index blocks -----------------------------------------------------------------------------------------------------
 INDEX_MAGIC: Final = b"KVIX"
 _INDEX = struct.Struct("<4sIIIQHHI")
 INDEX_HEADER_BYTES: Final = 32
@@ -338,10 +338,11 @@ def entries_in_bounds(entries: Entries, segment_pages: int) -> npt.NDArray[np.bo
     header = entries["header_pages"].astype(np.int64)
     payload = entries["payload_bytes"].astype(np.int64)
     padded = header + -(-payload // PAGE_BYTES)
-    return (page >= 1) & (header >= 1) & (pages == padded) & (page + pages <= segment_pages - 1)
+    inside: npt.NDArray[np.bool_] = (page >= 1) & (header >= 1) & (pages == padded) & (page + pages < segment_pages)
+    return inside
 
 
-# --- record header -------------------------------------------------------------------------------------------------------
+# --- record header ----------------------------------------------------------------------------------------------------
 RECORD_MAGIC: Final = b"KVRC"
 _RECORD = struct.Struct("<4sIHHIQQIIII16s32s32s32s32sQQ")
 CRC_TABLE_AT: Final = 256
@@ -401,8 +402,8 @@ class RecordHeader:
         return page_count(CRC_TABLE_AT + len(self.crc_table))
 
 
-def encode_record_header(header: RecordHeader, out: memoryview) -> None:
-    """Write a header into `out`, exactly its header pages long."""
+def encode_record_header(header: RecordHeader, out: memoryview, *, checksum: bool = True) -> None:
+    """Write a header into `out`, exactly its pages long. `checksum=False` leaves that to `place_record_header`."""
     table_end = CRC_TABLE_AT + len(header.crc_table)
     _RECORD.pack_into(
         out,
@@ -430,13 +431,14 @@ def encode_record_header(header: RecordHeader, out: memoryview) -> None:
     out[CRC_TABLE_AT:table_end] = header.crc_table
     if table_end < len(out):
         out[table_end:] = bytes(len(out) - table_end)
-    _seal(out, len(out))
+    if checksum:
+        _seal(out, len(out))
 
 
 def decode_record_header(data: Buffer) -> RecordHeader | None:
     """The record header at the start of `data`; None if it is damaged, or longer than `data`."""
     view = memoryview(data)
-    if len(view) < PAGE_BYTES or view[:_CRC_AT] != RECORD_MAGIC:
+    if len(view) < PAGE_BYTES or bytes(view[:_CRC_AT]) != RECORD_MAGIC:
         return None
     fields = _RECORD.unpack_from(view)
     header_pages, block_bytes, payload_bytes, crc_count = fields[2], fields[4], fields[5], fields[10]
@@ -471,7 +473,7 @@ _PLACE_AT: Final = 24
 
 
 def place_record_header(header: memoryview, *, segment_generation: int, segment: int, page: int) -> None:
-    """Give an encoded header (exactly its pages) a new place, as the writer knows it late and re-insertion changes it."""
+    """Give an encoded header (exactly its pages) a new place: the writer knows it late, re-insertion changes it."""
     _PLACE.pack_into(header, _PLACE_AT, segment_generation, segment, page)
     _seal(header, len(header))
 

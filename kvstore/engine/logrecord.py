@@ -85,7 +85,7 @@ def encode_block(header: BlockHeader, disk_id: bytes, out: memoryview) -> None:
 def decode_block(page: Buffer, disk_id: bytes) -> BlockHeader | None:
     """The header of a good log block of this disk, else None."""
     view = memoryview(page)
-    if len(view) < PAGE_BYTES or view[:4] != BLOCK_MAGIC:
+    if len(view) < PAGE_BYTES or bytes(view[:4]) != BLOCK_MAGIC:
         return None
     _, crc, generation, number, checkpoint, used, _, segment_generation, disk = _BLOCK.unpack_from(view)
     if crc != crc32c(view[8:PAGE_BYTES]) or disk != disk_id or used > BLOCK_RECORD_BYTES:
@@ -99,7 +99,7 @@ def decode_block(page: Buffer, disk_id: bytes) -> BlockHeader | None:
     )
 
 
-# --- records: kind u8 | flags u8 | length u16 (whole record, a multiple of 8) | body -------------------------------------
+# --- records: kind u8 | flags u8 | length u16 (whole record, a multiple of 8) | body ----------------------------------
 _HEAD = struct.Struct("<BBH")
 _COMMIT = struct.Struct("<BBHIQ48s")
 _TOMBSTONE = struct.Struct("<BBHIQQ16s")
@@ -203,7 +203,7 @@ def encode_drop(id: int, generation: int) -> bytes:
 
 
 def records_in(page: Buffer, header: BlockHeader) -> Iterator[LogRecord]:
-    """The records of a good block, in order. Stops at one it does not understand (the checksum was right: a newer program's)."""
+    """The records of a good block, in order. Stops at one it does not understand: a newer program wrote it."""
     view = memoryview(page)
     at = BLOCK_HEADER_BYTES
     end = at + header.used_bytes
@@ -239,9 +239,7 @@ def _decode_namespace(body: memoryview) -> NamespacePiece | None:
     piece = bytes(body[_NAMESPACE.size : len(body) - padding])
     if padding >= 8 or total > MANIFEST_BYTES_MAX or offset + len(piece) > total:
         return None
-    return NamespacePiece(
-        id=id, generation=generation, total_bytes=total, offset=offset, manifest_crc=crc, piece=piece
-    )
+    return NamespacePiece(id=id, generation=generation, total_bytes=total, offset=offset, manifest_crc=crc, piece=piece)
 
 
 assert _TOMBSTONE.size == 8 + 16 + INDEX_KEY_BYTES

@@ -1,138 +1,125 @@
-"""Namespaces as a node knows them: small ids, generations, and the salts that make index keys of record keys.
-
-    salt      = BLAKE3(namespace digest | generation u64 LE)[:16]
-    index key = record key[:16] XOR salt, as two u64 LE
-
-So a drop (generation + 1) hides every record at once, and a key never matches across namespaces.
-"""
+"""The namespaces a drive knows: small ids for digests, generations, and the salts that hide what was dropped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.location import U64
-from kvstore.errors import InvalidRequest, UnknownNamespace
-from kvstore.limits import DIGEST_BYTES, NAMESPACES_MAX
+from kvstore.engine.logrecord import Drop, NamespacePiece, encode_namespace
+from kvstore.errors import FormatUnsupported, InvalidRequest
+from kvstore.limits import NAMESPACES_MAX
+from kvstore.types.checksum import crc32c
 from kvstore.types.digest import digest
 from kvstore.types.namespace import Manifest
 
-SALT_BYTES: Final = 16
-_DIGEST_WORDS: Final = DIGEST_BYTES // 8
+_GENERATION = struct.Struct("<Q")
+SALT_BYTES = 16
 
 
 def generation_salt(namespace_digest: bytes, generation: int) -> bytes:
-    """The 16 bytes that hide other namespaces and older generations."""
-    return digest(namespace_digest, generation.to_bytes(8, "little"))[:SALT_BYTES]
+    """What record keys of one generation of a namespace are XORed with (docs/architecture.md, "Keys on the node")."""
+    return digest(namespace_digest, _GENERATION.pack(generation))[:SALT_BYTES]
+
+
+def index_key(ref: NamespaceRef, key: bytes) -> bytes:
+    """The 16 bytes under which a record key (32 bytes) is indexed."""
+    mixed = int.from_bytes(key[:SALT_BYTES], "little") ^ int.from_bytes(ref.salt, "little")
+    return mixed.to_bytes(SALT_BYTES, "little")
+
+
+def index_keys(ref: NamespaceRef, keys: bytes | memoryview) -> U64:
+    """The same for n * 32 bytes of keys, as the shape [n, 2] that the index takes."""
+    words = np.frombuffer(keys, dtype="<u8").reshape(-1, 4)[:, :2]
+    mixed: U64 = words ^ np.frombuffer(ref.salt, dtype="<u8")
+    return mixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownNamespace:
-    """A namespace and the manifest that it was registered with."""
+    """A namespace of this drive with its manifest."""
 
     ref: NamespaceRef
     manifest: bytes
 
 
-class IndexKeys:
-    """Makes index keys of record keys.
+class NamespaceTable:
+    """Namespaces by digest and by id. Ids are never used twice on a drive, so lost ones leave orphans, not mix-ups.
 
-    `key_bits` cuts record keys to their first bits, so that tests see what collisions do: a lookup may then be wrong,
-    a get still compares the full key.
+    Args:
+        manifest_bytes_max: all manifests together; they must fit the log beside everything else.
     """
 
-    def __init__(self, *, key_bits: int = 8 * SALT_BYTES) -> None:
-        self._mask = (1 << key_bits) - 1
-        self._masks = np.frombuffer(self._mask.to_bytes(SALT_BYTES, "little"), dtype="<u8")
-        self._cut = key_bits < 8 * SALT_BYTES
-
-    def many(self, ref: NamespaceRef, keys: bytes | memoryview) -> U64:
-        """Index keys of n * 32 bytes of record keys, shape [n, 2]."""
-        halves = np.frombuffer(keys, dtype="<u8").reshape(-1, _DIGEST_WORDS)[:, :2]
-        if self._cut:
-            halves = halves & self._masks
-        salted: U64 = halves ^ np.frombuffer(ref.salt, dtype="<u8")
-        return salted
-
-    def one(self, ref: NamespaceRef, key: bytes) -> tuple[int, int]:
-        """Index key of one record key."""
-        salted = (int.from_bytes(key[:SALT_BYTES], "little") & self._mask) ^ int.from_bytes(ref.salt, "little")
-        return salted & 0xFFFF_FFFF_FFFF_FFFF, salted >> 64
-
-
-class NamespaceTable:
-    """All namespaces of one drive, by digest and by id."""
-
-    def __init__(self, *, namespaces_max: int = NAMESPACES_MAX) -> None:
-        self._max = namespaces_max
+    def __init__(self, *, manifest_bytes_max: int) -> None:
+        self._manifest_bytes_max = manifest_bytes_max
         self._by_digest: dict[bytes, KnownNamespace] = {}
         self._by_id: dict[int, KnownNamespace] = {}
-        self._next_id = 1
+        self._manifest_bytes = 0
+        self.next_id = 1
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self._by_digest)
 
     def __iter__(self) -> Iterator[KnownNamespace]:
-        return iter(list(self._by_id.values()))
+        return iter(self._by_digest.values())
 
-    def get(self, namespace_digest: bytes) -> NamespaceRef | None:
-        """The namespace with this digest, in its current generation."""
+    def by_digest(self, namespace_digest: bytes) -> NamespaceRef | None:
+        """The namespace with this digest, in its present generation."""
         known = self._by_digest.get(namespace_digest)
         return known.ref if known is not None else None
 
-    def by_id(self, id: int) -> KnownNamespace | None:
-        """The namespace with this id."""
-        return self._by_id.get(id)
+    def by_id(self, id: int) -> NamespaceRef | None:
+        """The namespace with this id, in its present generation."""
+        known = self._by_id.get(id)
+        return known.ref if known is not None else None
+
+    def manifest(self, namespace_digest: bytes) -> bytes | None:
+        """The manifest of a namespace."""
+        known = self._by_digest.get(namespace_digest)
+        return known.manifest if known is not None else None
 
     def is_current(self, ref: NamespaceRef) -> bool:
-        """Whether no drop happened since `ref` was handed out."""
+        """Whether a reference is of the present generation: not dropped since it was given out."""
         known = self._by_id.get(ref.id)
         return known is not None and known.ref.generation == ref.generation
 
     def add(self, manifest: bytes) -> tuple[NamespaceRef, bool]:
-        """Register a namespace; says whether it is new.
+        """Register a manifest; says whether it is new, and must be logged.
 
         Raises:
-            InvalidRequest: the manifest is malformed, or NAMESPACES_MAX are known already.
-            FormatUnsupported: it is of another version.
+            InvalidRequest: malformed, or more namespaces or manifest bytes than this drive takes.
         """
-        decoded = Manifest.decode(manifest)
-        known = self._by_digest.get(decoded.digest)
+        known = self._by_digest.get(digest(manifest))
         if known is not None:
             return known.ref, False
-        if len(self._by_id) >= self._max:
+        try:
+            decoded = Manifest.decode(manifest)
+        except FormatUnsupported as error:
+            raise InvalidRequest(f"namespace manifest of {len(manifest)} bytes: {error}") from error
+        if len(self) >= NAMESPACES_MAX:
             raise InvalidRequest(
-                f"this drive knows {len(self._by_id)} namespaces, the limit is {self._max}; use fewer, or another drive"
+                f"the drive knows {len(self)} namespaces, the limit is {NAMESPACES_MAX}; use fewer distinct salts, "
+                "adapters or layouts"
             )
-        return self._register(self._next_id, 0, bytes(manifest), decoded), True
-
-    def restore(self, *, id: int, generation: int, manifest: bytes) -> NamespaceRef:
-        """Register what the log says.
-
-        Raises:
-            InvalidRequest, FormatUnsupported: the manifest is malformed.
-        """
-        if id <= 0 or id in self._by_id:
-            raise InvalidRequest(f"namespace id {id} in the log is used twice or not positive")
-        return self._register(id, generation, manifest, Manifest.decode(manifest))
+        if self._manifest_bytes + len(manifest) > self._manifest_bytes_max:
+            raise InvalidRequest(
+                f"manifests of {self._manifest_bytes + len(manifest)} bytes do not fit this drive's log, which keeps "
+                f"{self._manifest_bytes_max} for them; use fewer namespaces or a larger capacity"
+            )
+        ref = self._insert(self.next_id, 1, manifest, decoded)
+        self.next_id += 1
+        return ref, True
 
     def drop(self, ref: NamespaceRef) -> NamespaceRef:
-        """Hide everything stored under the namespace so far; answers its new generation.
+        """Begin a new generation; what `ref` and older ones stored is hidden. Answers the new reference."""
+        known = self._by_id[ref.id]
+        return self._set_generation(known, known.ref.generation + 1)
 
-        Raises:
-            UnknownNamespace: it is not registered.
-        """
-        known = self._by_id.get(ref.id)
-        if known is None:
-            raise UnknownNamespace(f"namespace {ref.digest.hex()} is not known here; send its manifest")
-        generation = known.ref.generation + 1
-        return self._register(ref.id, generation, known.manifest, Manifest.decode(known.manifest))
-
-    def _register(self, id: int, generation: int, manifest: bytes, decoded: Manifest) -> NamespaceRef:
+    def _insert(self, id: int, generation: int, manifest: bytes, decoded: Manifest) -> NamespaceRef:
         ref = NamespaceRef(
             id=id,
             digest=decoded.digest,
@@ -140,6 +127,68 @@ class NamespaceTable:
             salt=generation_salt(decoded.digest, generation),
             tenant=decoded.tenant,
         )
-        self._by_digest[ref.digest] = self._by_id[id] = KnownNamespace(ref=ref, manifest=manifest)
-        self._next_id = max(self._next_id, id + 1)
+        known = KnownNamespace(ref=ref, manifest=manifest)
+        self._by_digest[ref.digest] = known
+        self._by_id[id] = known
+        self._manifest_bytes += len(manifest)
         return ref
+
+    def _set_generation(self, known: KnownNamespace, generation: int) -> NamespaceRef:
+        old = known.ref
+        ref = NamespaceRef(
+            id=old.id,
+            digest=old.digest,
+            generation=generation,
+            salt=generation_salt(old.digest, generation),
+            tenant=old.tenant,
+        )
+        fresh = KnownNamespace(ref=ref, manifest=known.manifest)
+        self._by_digest[ref.digest] = fresh
+        self._by_id[ref.id] = fresh
+        return ref
+
+    # --- the log ----------------------------------------------------------------------------------------------------
+    def log_records(self) -> Iterator[bytes]:
+        """Everything, as log records for a checkpoint."""
+        for known in self._by_digest.values():
+            yield from encode_namespace(known.ref.id, known.ref.generation, known.manifest)
+
+    def restore(self, pieces: Iterable[NamespacePiece], drops: Iterable[Drop]) -> int:
+        """Take over what a scan of the log found; answers how many manifests were incomplete or damaged."""
+        found: dict[int, dict[int, NamespacePiece]] = {}
+        generations: dict[int, int] = {}
+        for piece in pieces:
+            found.setdefault(piece.id, {})[piece.offset] = piece
+            generations[piece.id] = max(generations.get(piece.id, 1), piece.generation)
+        for drop in drops:
+            generations[drop.id] = max(generations.get(drop.id, 1), drop.generation)
+        bad = 0
+        for id, parts in sorted(found.items()):
+            decoded = _join(parts)
+            if decoded is None:
+                bad += 1
+                continue
+            # One digest has one id, unless its manifest was lost and it was registered anew: the newer id counts.
+            older = self._by_digest.get(decoded[1].digest)
+            if older is not None:
+                del self._by_id[older.ref.id]
+                self._manifest_bytes -= len(older.manifest)
+            self._insert(id, generations[id], *decoded)
+        self.next_id = max([self.next_id, *(id + 1 for id in generations)])
+        return bad
+
+    def reserve_ids(self, ids: Iterable[int]) -> None:
+        """Ids that records on the drive carry are not given again, whether or not their namespace is known."""
+        self.next_id = max([self.next_id, *(id + 1 for id in ids)])
+
+
+def _join(parts: dict[int, NamespacePiece]) -> tuple[bytes, Manifest] | None:
+    """The manifest that the pieces make, None if one is missing or wrong."""
+    manifest = b"".join(parts[offset].piece for offset in sorted(parts))
+    first = parts.get(0)
+    if first is None or len(manifest) != first.total_bytes or crc32c(manifest) != first.manifest_crc:
+        return None
+    try:
+        return manifest, Manifest.decode(manifest)
+    except (FormatUnsupported, InvalidRequest):
+        return None

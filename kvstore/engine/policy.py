@@ -81,6 +81,20 @@ class SegmentScores:
         """`remove` for arrays."""
         self._account_many(locations, ticks, -1)
 
+    def forget(self, segment: int, *, pages: int, records: int) -> None:
+        """Records of a segment died together, unnamed (a dropped namespace): their warmth is taken as the mean."""
+        live = int(self.live_pages[segment])
+        if live:
+            self._access_sum[segment] -= int(self._access_sum[segment]) * pages // live
+            self._depth_sum[segment] -= int(self._depth_sum[segment]) * pages // live
+        self.live_pages[segment] -= pages
+        self.live_records[segment] -= records
+
+    def reset(self, segment: int) -> None:
+        """A segment holds nothing any more."""
+        for column in (self.live_pages, self.live_records, self._access_sum, self._depth_sum):
+            column[segment] = 0
+
     def touch(self, location: int, *, before: int, now: int) -> None:
         """A record last accessed at tick `before` was accessed at `now`."""
         self._access_sum[location_segment(location)] += location_pages(location) * (now - before)

@@ -20,15 +20,15 @@ from kvstore.engine.format import (
 )
 from kvstore.errors import FormatUnsupported, InvalidRequest, Unavailable
 from kvstore.limits import (
-    KiB,
     LOG_HALF_BYTES_MAX,
     LOG_HALF_BYTES_MIN,
-    MiB,
     PAGE_BYTES,
     SEGMENT_BYTES_MAX,
     SEGMENT_BYTES_MIN,
     SEGMENTS_MAX,
     SEGMENTS_ON_DRIVE_MIN,
+    KiB,
+    MiB,
 )
 
 _FOREIGN_PROBE_BYTES = 1 * MiB

@@ -1,0 +1,238 @@
+"""Where the next record goes, and how much of the drive may be used: capacity, space, the open segment."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+
+from kvstore.device.base import Device
+from kvstore.engine.format import index_block_count, record_page_count
+from kvstore.engine.logrecord import COMMITS_PER_BLOCK
+from kvstore.engine.segment import OpenSegment, SegmentState, SegmentTable
+from kvstore.limits import (
+    CHECKSUM_BYTES_MIN,
+    LOG_SHARE_COMMITS,
+    PAGE_BYTES,
+    PAYLOAD_BYTES_MAX,
+    SEGMENTS_CLOSING_MAX,
+    SEGMENTS_ON_DRIVE_MIN,
+    SPACE_RETRY_NS_MAX,
+    SPACE_RETRY_NS_MIN,
+    MiB,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Room for one record."""
+
+    target: OpenSegment
+    page: int
+
+
+def payload_bytes_max(segment_bytes: int) -> int:
+    """The longest payload that a segment of this size takes, whatever its checksum blocks, within PAYLOAD_BYTES_MAX."""
+    room = segment_bytes // PAGE_BYTES - 3  # header page, one index block, footer page
+    payload = min((room - 1) * PAGE_BYTES, PAYLOAD_BYTES_MAX)
+    while record_page_count(payload, CHECKSUM_BYTES_MIN) > room:
+        payload -= PAGE_BYTES
+    return payload
+
+
+class Allocator:
+    """Hands out room in ascending order of (segment generation, page).
+
+    Attributes:
+        open: the segment that is being filled, None before the first record or while there is no free one.
+        closing: full segments that wait for their last records, then for their index.
+        unsealed: segments that the drive would not take the index of.
+        next_generation: of the next segment to be opened.
+        segments_max: segments that may have space on the drive: all within the capacity, fewer while the file system
+            is full.
+        move_pages: room of the open segment kept for records that are moved out of a victim.
+    """
+
+    def __init__(self, device: Device, table: SegmentTable, *, log_half_bytes: int, next_generation: int) -> None:
+        self._device = device
+        self.table = table
+        self.open: OpenSegment | None = None
+        self.closing: list[OpenSegment] = []
+        self.unsealed: list[OpenSegment] = []
+        self.next_generation = next_generation
+        self.segments_max = table.count
+        self.move_pages = 0
+        # All commits of open and closing segments must fit the log beside tombstones and namespaces.
+        blocks = int(log_half_bytes // PAGE_BYTES * LOG_SHARE_COMMITS)
+        self._entries_max = max(blocks // (1 + SEGMENTS_CLOSING_MAX), 1) * COMMITS_PER_BLOCK
+        self._retry_ns = 0
+        self._retry_wait_ns = SPACE_RETRY_NS_MIN
+        self.space_errors = 0
+
+    # --- room -------------------------------------------------------------------------------------------------------
+    def place(self, pages: int, *, moving: bool = False) -> Place | None:
+        """Room in the open segment, None where it has none.
+
+        Args:
+            pages: of the whole record.
+            moving: for a record of a victim, which may use the room kept for those.
+        """
+        target = self.open
+        if target is None or target.failed or target.entry_count + target.outstanding >= self._entries_max:
+            return None
+        if target.room_pages(self.table.segment_pages) - (0 if moving else self.move_pages) < pages:
+            return None
+        page = target.next_page
+        target.next_page = page + pages
+        target.outstanding += 1
+        return Place(target=target, page=page)
+
+    def watermark(self) -> tuple[int, int]:
+        """(generation, page) of the last room handed out: every record placed from now on lies behind it."""
+        if self.open is not None:
+            return self.open.generation, self.open.next_page - 1
+        return self.next_generation - 1, self.table.segment_pages
+
+    def open_room_pages(self) -> int:
+        """Pages left in the open segment."""
+        return max(self.open.room_pages(self.table.segment_pages), 0) if self.open is not None else 0
+
+    def close_open(self) -> None:
+        """The open segment takes no more; it is sealed once its records in progress are done."""
+        if self.open is not None:
+            self.table.state[self.open.segment] = SegmentState.CLOSING
+            self.closing.append(self.open)
+            self.open = None
+            self.move_pages = 0
+
+    def open_next(self) -> OpenSegment | None:
+        """Begin a new segment in place of the open one; None when none is free, or too many are closing.
+
+        The caller writes its header page.
+        """
+        if self.open is not None and len(self.closing) >= SEGMENTS_CLOSING_MAX:
+            return None
+        segment = self._free_segment()
+        if segment is None:
+            return None
+        self.close_open()
+        target = OpenSegment(segment, self.next_generation)
+        self.next_generation += 1
+        self.table.state[segment] = SegmentState.OPEN
+        self.table.generation[segment] = target.generation
+        self.open = target
+        return target
+
+    def _free_segment(self) -> int | None:
+        free = self.table.in_state(SegmentState.FREE)
+        if len(free):
+            return int(free[0])
+        if self.allocated_segments() >= self.segments_max:
+            return None
+        fresh = self.table.in_state(SegmentState.UNALLOCATED)
+        return int(fresh[0]) if len(fresh) and self._allocate(int(fresh[0])) else None
+
+    def free_count(self) -> int:
+        """Segments that could be opened now, as far as is known."""
+        free = len(self.table.in_state(SegmentState.FREE))
+        unallocated = len(self.table.in_state(SegmentState.UNALLOCATED))
+        return free + min(unallocated, max(0, self.segments_max - self.allocated_segments()))
+
+    def opened(self, segment: int) -> OpenSegment | None:
+        """The open or closing segment with this number."""
+        for target in (self.open, *self.closing):
+            if target is not None and target.segment == segment:
+                return target
+        return None
+
+    # --- space --------------------------------------------------------------------------------------------------------
+    def allocated_segments(self) -> int:
+        """Segments with space on the drive."""
+        return self.table.count - len(self.table.in_state(SegmentState.UNALLOCATED))
+
+    def _allocate(self, segment: int) -> bool:
+        if self._reserve(segment):
+            return True
+        self.space_lost()
+        return False
+
+    def _reserve(self, segment: int) -> bool:
+        """Take space for a segment. Raises OSError for anything but a lack of space."""
+        try:
+            self._device.allocate(self.table.offset(segment), self.table.segment_bytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            self._give_back(segment)  # fallocate may have reserved part of it
+            return False
+        self.table.state[segment] = SegmentState.FREE
+        return True
+
+    def space_lost(self) -> None:
+        """The file system is full: use what is allocated, less one segment that stays free for others."""
+        self.space_errors += 1
+        allocated = self.allocated_segments()
+        self.segments_max = max(min(allocated - 1, self.segments_max), min(SEGMENTS_ON_DRIVE_MIN, self.table.count))
+        self._retry_ns = 0
+
+    @property
+    def over(self) -> int:
+        """Segments that have space beyond what may be used now."""
+        return max(0, self.allocated_segments() - self.segments_max)
+
+    def retry_space(self, now_ns: int) -> None:
+        """Use one more segment again every so often, in case the file system has room; failing makes it rarer."""
+        if self.segments_max >= self.table.count:
+            self._retry_ns = 0
+            return
+        if self._retry_ns == 0:
+            self._retry_ns = now_ns + self._retry_wait_ns
+            self._retry_wait_ns = min(2 * self._retry_wait_ns, SPACE_RETRY_NS_MAX)
+            return
+        if now_ns < self._retry_ns or self.over:
+            return
+        self._retry_ns = now_ns + self._retry_wait_ns
+        fresh = self.table.in_state(SegmentState.UNALLOCATED)[:2].tolist()
+        # The second is a probe: what is taken must leave a segment's worth of space to others, as `space_lost` does.
+        taken = [segment for segment in fresh if self._reserve(segment)]
+        for segment in taken[1:] if len(taken) == len(fresh) else taken:
+            self._give_back(segment)
+        if taken and len(taken) == len(fresh):
+            self.segments_max = min(self.allocated_segments(), self.table.count)
+            self._retry_wait_ns = SPACE_RETRY_NS_MIN
+            self._retry_ns = now_ns + SPACE_RETRY_NS_MIN
+
+    def next_retry_ns(self) -> int | None:
+        """When `retry_space` has something to do."""
+        return self._retry_ns if self.segments_max < self.table.count and self._retry_ns else None
+
+    def freed(self, segment: int) -> None:
+        """A segment holds nothing valid any more: keep its space, or give it back where there is too much."""
+        self.unsealed = [target for target in self.unsealed if target.segment != segment]
+        self.table.generation[segment] = 0
+        self.table.state[segment] = SegmentState.FREE
+        if self.over:
+            self._give_back(segment)
+
+    def shrink(self) -> None:
+        """Give free segments back while more have space than may."""
+        for segment in self.table.in_state(SegmentState.FREE).tolist():
+            if not self.over:
+                return
+            self._give_back(segment)
+
+    def _give_back(self, segment: int) -> None:
+        try:
+            self._device.discard(self.table.offset(segment), self.table.segment_bytes)
+        except OSError:
+            # The space stays with the file, which is no loss: the segment is used again before a new one is allocated.
+            self.table.state[segment] = SegmentState.FREE
+            return
+        self.table.state[segment] = SegmentState.UNALLOCATED
+
+
+def segment_bytes_needed(pages: int) -> int:
+    """Smallest segment that holds one record of so many pages."""
+    return (2 + index_block_count(1) + pages) * PAGE_BYTES
+
+
+assert payload_bytes_max(1 * MiB) > 900 * 1024

@@ -1,0 +1,92 @@
+"""From a device to a store's superblock: made on an empty drive, checked, repaired, and fitted to the capacity."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from kvstore.device.base import Device
+from kvstore.engine.blocking import BlockingIo, pages
+from kvstore.engine.format import UUID_BYTES, Superblock
+from kvstore.engine.superblock import (
+    change_capacity,
+    plan_superblock,
+    read_superblock,
+    refuse_foreign,
+    repair_superblocks,
+    write_superblocks,
+)
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.limits import PAGE_BYTES
+
+_log = logging.getLogger(__name__)
+
+
+def prepare_drive(
+    device: Device,
+    *,
+    name: str,
+    capacity_bytes: int = 0,
+    segment_bytes: int = 0,
+    cluster_id: bytes = bytes(UUID_BYTES),
+) -> Superblock:
+    """The superblock of a drive, made if the drive is empty.
+
+    Args:
+        name: for messages, e.g. the path.
+        capacity_bytes: 0 takes the device's size. Another one than before grows or shrinks the store; records in
+            segments beyond the new end are lost.
+        segment_bytes: for a new store; 0 takes the default. An existing store keeps its own.
+
+    Raises:
+        FormatUnsupported: something else is on the drive, or a newer format.
+        InvalidRequest: the capacity is out of bounds.
+        Unavailable: the drive fails.
+    """
+    capacity = (capacity_bytes or device.size_bytes) // PAGE_BYTES * PAGE_BYTES
+    if capacity > device.size_bytes:
+        raise InvalidRequest(f"{name}: capacity {capacity} bytes is above the {device.size_bytes} it has; lower it")
+    io = BlockingIo(device)
+    try:
+        found = read_superblock(io)
+        if found is None:
+            refuse_foreign(io, name)
+            superblock = plan_superblock(
+                capacity_bytes=capacity, segment_bytes=segment_bytes, cluster_id=cluster_id, created_ns=time.time_ns()
+            )
+            device.allocate(0, superblock.segments_offset)
+            write_superblocks(io, superblock)
+            return superblock
+        if found.bad_copies:
+            _log.warning("%s: superblock copy %s was damaged and is written anew", name, found.bad_copies)
+            repair_superblocks(io, found)
+        if found.superblock.capacity_bytes == capacity:
+            return found.superblock
+        return _resize(io, found.superblock, capacity)
+    except OSError as error:
+        raise Unavailable(f"{name}: the drive failed while it was opened ({error}); check it") from error
+
+
+def _resize(io: BlockingIo, old: Superblock, capacity_bytes: int) -> Superblock:
+    """Fit the store to another capacity."""
+    new = change_capacity(old, capacity_bytes)
+    _log.info("capacity goes from %d to %d bytes", old.capacity_bytes, new.capacity_bytes)
+    for segment in range(old.segment_count, new.segment_count):
+        _erase(io, new, segment)
+    write_superblocks(io, new)
+    start = new.segments_offset + new.segment_count * new.segment_bytes
+    length = (old.segment_count - new.segment_count) * old.segment_bytes
+    if length > 0:
+        try:
+            io.device.discard(start, length)
+        except (OSError, ValueError) as error:
+            _log.warning("%d bytes behind the new end could not be given back: %s", length, error)
+    return new
+
+
+def _erase(io: BlockingIo, superblock: Superblock, segment: int) -> None:
+    """What an earlier, larger capacity left in a segment must not come back: its tombstones are gone."""
+    start = superblock.segments_offset + segment * superblock.segment_bytes
+    for offset in (start + superblock.segment_bytes - PAGE_BYTES, start):
+        if any(io.read(offset, PAGE_BYTES).cast("Q")):
+            io.write(offset, pages(PAGE_BYTES))

@@ -1,0 +1,332 @@
+"""What lives and what died, kept the same in memory and in the log.
+
+Everything that ends a record is written here as a tombstone, synced before its owner hears of it. Live pages are also
+counted per segment and namespace generation, so that dropping a namespace makes the live bytes exact at once, without
+looking at its records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+
+from kvstore.engine.allocator import Allocator
+from kvstore.engine.api import NamespaceRef
+from kvstore.engine.catalog import Catalog
+from kvstore.engine.format import ENTRY_DTYPE, Entries
+from kvstore.engine.location import (
+    I64,
+    U32,
+    U64,
+    Bools,
+    location_page_counts,
+    location_pages,
+    location_segment,
+    location_segments,
+    pack_locations,
+)
+from kvstore.engine.log import Log
+from kvstore.engine.logrecord import (
+    Reason,
+    Tombstone,
+    encode_commit,
+    encode_drop,
+    encode_namespace,
+    encode_tombstone,
+)
+from kvstore.engine.namespaces import NamespaceTable
+from kvstore.engine.segment import LiveCount, OpenSegment, SegmentState, SegmentTable, namespace_key
+from kvstore.limits import PAGE_BYTES
+from kvstore.types.results import MissReason
+
+
+class RecordWatcher(Protocol):
+    """Who must know when valid records move or end: the cache."""
+
+    def moved(self, keys: U64, old: U64, new: U64) -> None:
+        """Records lie elsewhere now; the catalog says so already."""
+
+    def removed(self, keys: U64, locations: U64) -> None:
+        """Records are no longer valid."""
+
+
+class Ledger:
+    """The catalog of valid records with its log.
+
+    Attributes:
+        tick: the present access tick, set by the engine.
+        tombstone_bytes: log bytes that checkpoints carry for records that died in segments still in use.
+    """
+
+    def __init__(
+        self,
+        *,
+        catalog: Catalog,
+        table: SegmentTable,
+        allocator: Allocator,
+        namespaces: NamespaceTable,
+        watcher: RecordWatcher,
+    ) -> None:
+        self.catalog = catalog
+        self.table = table
+        self.allocator = allocator
+        self.namespaces = namespaces
+        self.watcher = watcher
+        self.tick = 1
+        self.tombstone_bytes = 0
+        self._tombstones: dict[int, list[bytes]] = {}
+        self._log: Log | None = None
+
+    def attach(self, log: Log) -> None:
+        """Give it the log, which needs `snapshot` to be made."""
+        self._log = log
+
+    @property
+    def log(self) -> Log:
+        assert self._log is not None, "the ledger's log is attached before it is used"
+        return self._log
+
+    # --- records come -----------------------------------------------------------------------------------------------
+    def complete(self, target: OpenSegment, entry: bytes, *, key: tuple[int, int], location: int, space: int) -> bool:
+        """A record's commit is in the log: make it valid. False when the index is full.
+
+        Args:
+            entry: as logged.
+            key: index key.
+            space: `namespace_key` of its namespace and generation.
+        """
+        previous = self.catalog.index.get(*key)
+        if not self.catalog.commit(*key, location, self.tick):
+            return False
+        if previous:
+            self._count(location_segment(previous), space, -location_pages(previous), -1)
+        self._count(target.segment, space, location_pages(location), 1)
+        target.add(entry)
+        return True
+
+    def move(self, target: OpenSegment, entry: bytes, *, keys: U64, old: U64, new: U64, space: int) -> bool:
+        """A record of a victim was written again: it lies at `new` if it still lay at `old`, else the copy is dead.
+
+        Args:
+            keys, old, new: shapes [1, 2], [1] and [1].
+        """
+        if not self._is_live(space) or not self.catalog.move(keys, old=old, new=new)[0]:
+            return False
+        pages = location_pages(int(new[0]))
+        self._count(location_segment(int(old[0])), space, -pages, -1)
+        self._count(target.segment, space, pages, 1)
+        target.add(entry)
+        self.watcher.moved(keys, old, new)
+        return True
+
+    def load(self, entries: Entries, locations: U64, ticks: U32) -> Bools:
+        """Recovery: many valid records at once, each key once. Says which the index took."""
+        keys = entry_keys(entries)
+        taken = self.catalog.commit_many(keys, locations, ticks)
+        segments = location_segments(locations).astype(np.uint64)
+        spaces = entries["namespace"].astype(np.uint64) << np.uint64(32) | entries["namespace_generation"]
+        pairs = np.stack([segments, spaces], axis=1)[taken]
+        distinct, which = np.unique(pairs, axis=0, return_inverse=True)
+        pages = np.bincount(which.ravel(), weights=entries["pages"][taken], minlength=len(distinct))
+        records = np.bincount(which.ravel(), minlength=len(distinct))
+        for (segment, space), page_count, record_count in zip(
+            distinct.tolist(), pages.tolist(), records.tolist(), strict=True
+        ):
+            self._count(segment, space, int(page_count), int(record_count))
+        return taken
+
+    def _count(self, segment: int, space: int, pages: int, records: int) -> None:
+        live = self.table.live[segment]
+        count = live.get(space)
+        if count is None:
+            if not self._is_live(space):
+                return  # its namespace was dropped, and with it this count
+            count = live[space] = LiveCount()
+        count.pages += pages
+        count.records += records
+
+    def _is_live(self, space: int) -> bool:
+        ref = self.namespaces.by_id(space >> 32)
+        return ref is not None and namespace_key(ref.id, ref.generation) == space
+
+    @property
+    def live_bytes(self) -> int:
+        """Padded bytes of all valid records, exact."""
+        return self.catalog.scores.live_bytes
+
+    # --- records go -------------------------------------------------------------------------------------------------
+    def delete(self, ref: NamespaceRef, keys: U64, on_done: Callable[[bytes], None]) -> None:
+        """Forget keys; `on_done(statuses)` when that survives a power cut: 0 deleted, ABSENT, IO if the log failed."""
+        if not self.namespaces.is_current(ref):
+            on_done(bytes([MissReason.ABSENT]) * len(keys))
+            return
+        locations = self.catalog.delete(keys, self.tick)
+        statuses = np.where(locations != 0, 0, MissReason.ABSENT).astype(np.uint8)
+        gone = np.flatnonzero(locations)
+        if not len(gone):
+            on_done(statuses.tobytes())
+            return
+        left = len(gone)
+
+        def logged(error: OSError | None) -> None:
+            nonlocal left
+            left -= 1
+            if error is not None:
+                statuses[gone] = MissReason.IO
+            if left == 0:
+                on_done(statuses.tobytes())
+
+        self._bury(ref, keys[gone], locations[gone], Reason.DELETE, logged)
+
+    def quarantine(self, ref: NamespaceRef, keys: U64, locations: U64) -> int:
+        """Records turned out bad: forget those that still lie there. Answers how many did."""
+        if not self.namespaces.is_current(ref):
+            return 0
+        gone = np.flatnonzero(self.catalog.quarantine(keys, locations, self.tick))
+        if len(gone):
+            self._bury(ref, keys[gone], locations[gone], Reason.QUARANTINE, _nobody_waits)
+        return len(gone)
+
+    def _bury(
+        self,
+        ref: NamespaceRef,
+        keys: U64,
+        locations: U64,
+        reason: Reason,
+        on_done: Callable[[OSError | None], None],
+    ) -> None:
+        space = namespace_key(ref.id, ref.generation)
+        generation, page = self.allocator.watermark()
+        evicting = self.table.in_state(SegmentState.EVICTING, SegmentState.BAD).tolist()
+        records = []
+        for key, location in zip(np.ascontiguousarray(keys, dtype="<u8"), locations.tolist(), strict=True):
+            segment = location_segment(location)
+            self._count(segment, space, -location_pages(location), -1)
+            record = encode_tombstone(
+                Tombstone(key=key.tobytes(), generation=generation, page=page, segment=segment, reason=reason)
+            )
+            # A victim may hold an older copy, which must stay dead if the program ends before the victim is freed.
+            for holder in {segment, *evicting}:
+                self._tombstones.setdefault(holder, []).append(record)
+                self.tombstone_bytes += len(record)
+            records.append(record)
+        for record in records:
+            self.log.append(record, on_done, sync=True)
+        self.watcher.removed(keys, locations)
+
+    def keep_tombstone(self, segment: int, record: bytes) -> None:
+        """Recovery: a tombstone that is needed while this segment is in use."""
+        self._tombstones.setdefault(segment, []).append(record)
+        self.tombstone_bytes += len(record)
+
+    def most_buried(self) -> int | None:
+        """The sealed segment with most tombstones: freeing it relieves the log most."""
+        sealed = [segment for segment in self._tombstones if self.table.state[segment] == SegmentState.SEALED]
+        return max(sealed, key=lambda segment: len(self._tombstones[segment]), default=None)
+
+    def evict(self, entries: Entries, locations: U64) -> Bools:
+        """Forget the records of a victim's entries that still lie there. Says which were valid until now."""
+        keys = entry_keys(entries)
+        spaces = entries["namespace"].astype(np.uint64) << np.uint64(32) | entries["namespace_generation"]
+        live = self.live_spaces(spaces)
+        self.catalog.erase(keys[~live], locations[~live])
+        gone = np.zeros(len(entries), dtype=np.bool_)
+        gone[live] = self.catalog.evict(keys[live], locations[live], self.tick)
+        segments, pages = location_segments(locations[gone]), entries["pages"][gone]
+        for segment, space, count in zip(segments.tolist(), spaces[gone].tolist(), pages.tolist(), strict=True):
+            self._count(segment, space, -count, -1)
+        self.watcher.removed(keys[gone], locations[gone])
+        return gone
+
+    def forget_rest(self, segment: int) -> tuple[int, int]:
+        """Forget all that the index still has in a segment whose own index is damaged: a walk over the whole index.
+
+        Returns:
+            Records and bytes.
+        """
+        index = self.catalog.index
+        slots = index.taken_slots()
+        slots = slots[location_segments(index.locations[slots]) == segment]
+        keys, locations = index.keys_at(slots), index.locations[slots].copy()
+        self.catalog.evict(keys, locations, self.tick)
+        self.watcher.removed(keys, locations)
+        return len(slots), int(location_page_counts(locations).sum()) * PAGE_BYTES
+
+    def live_spaces(self, spaces: U64) -> Bools:
+        """Which of these namespace keys are of a namespace's present generation."""
+        distinct, which = np.unique(spaces, return_inverse=True)
+        known = np.array([self._is_live(space) for space in distinct.tolist()], dtype=np.bool_)
+        return known[which.ravel()] if len(distinct) else np.zeros(0, dtype=np.bool_)
+
+    def freed(self, segment: int) -> None:
+        """A segment was erased on the drive: nothing in it can come back, so its tombstones are not needed."""
+        self.tombstone_bytes -= sum(map(len, self._tombstones.pop(segment, ())))
+        self.table.live[segment] = {}
+        self.catalog.scores.reset(segment)
+
+    # --- namespaces -------------------------------------------------------------------------------------------------
+    def add_namespace(self, manifest: bytes) -> NamespaceRef:
+        """Register, and log it in the background: commits of its records stand behind it in the log.
+
+        Raises:
+            InvalidRequest: as `NamespaceTable.add`.
+        """
+        ref, is_new = self.namespaces.add(manifest)
+        if is_new:
+            for record in encode_namespace(ref.id, ref.generation, manifest):
+                self.log.append(record, _nobody_waits, sync=True)
+        return ref
+
+    def drop_namespace(self, ref: NamespaceRef, on_done: Callable[[OSError | None], None]) -> NamespaceRef:
+        """Hide all records of a namespace; calls back when that survives a power cut. Answers the new reference."""
+        current = self.namespaces.by_id(ref.id)
+        assert current is not None, "references come from this table"
+        space = namespace_key(current.id, current.generation)
+        fresh = self.namespaces.drop(current)
+        for segment, live in enumerate(self.table.live):
+            count = live.pop(space, None)
+            if count is not None:
+                self.catalog.scores.forget(segment, pages=count.pages, records=count.records)
+        self.log.append(encode_drop(fresh.id, fresh.generation), on_done, sync=True)
+        return fresh
+
+    # --- checkpoint -------------------------------------------------------------------------------------------------
+    def snapshot(self) -> Iterator[bytes]:
+        """The whole live state as log records: namespaces, tombstones, and the commits that no segment index has."""
+        yield from self.namespaces.log_records()
+        written: set[bytes] = set()
+        for records in self._tombstones.values():
+            for record in records:
+                if record not in written:
+                    written.add(record)
+                    yield record
+        for target in (*self.allocator.unsealed, *self.allocator.closing, self.allocator.open):
+            if target is not None:
+                for entry in target.entry_bytes():
+                    yield encode_commit(target.segment, target.generation, entry)
+
+
+def entry_keys(entries: Entries) -> U64:
+    """Index keys of entries, shape [n, 2]."""
+    return np.stack([entries["key0"], entries["key1"]], axis=1).astype(np.uint64)
+
+
+def entry_locations(entries: Entries, segments: I64 | int) -> U64:
+    """Locations of entries, all of one segment or each of its own. A record without position counts as a head."""
+    positions = entries["position"].astype(np.uint64)
+    positions[positions == 0xFFFF_FFFF] = 0
+    return pack_locations(
+        segments=np.broadcast_to(np.asarray(segments, dtype=np.uint64), (len(entries),)),
+        pages_at=entries["page"].astype(np.uint64),
+        pages=entries["pages"].astype(np.uint64),
+        depths=positions,
+    )
+
+
+def _nobody_waits(error: OSError | None) -> None:
+    """For records whose failure shows in `Log.failed` and concerns nobody else."""
+
+
+assert ENTRY_DTYPE["key0"].itemsize + ENTRY_DTYPE["key1"].itemsize == 16

@@ -1,0 +1,269 @@
+"""Eviction, carried out: the victim's index is read, what is worth it is written again, the rest is forgotten.
+
+Order on the drive: copies and their commit records, a sync, then the victim's footer and header are erased, then it is
+free. A crash in between leaves either both copies (one is found) or the new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvstore.device.base import IoKind, IoOp
+from kvstore.engine.allocator import Allocator
+from kvstore.engine.arena import Arena, Piece
+from kvstore.engine.blocking import pages
+from kvstore.engine.format import (
+    ENTRY_DTYPE,
+    INDEX_KEY_BYTES,
+    Entries,
+    decode_index_blocks,
+    decode_record_header,
+    decode_segment_footer,
+    entries_in_bounds,
+    page_count,
+)
+from kvstore.engine.job import IoQueue, Steps, Syncer, Wait, io
+from kvstore.engine.ledger import Ledger, entry_keys, entry_locations
+from kvstore.engine.location import I64, U64, location_depth, location_page, pack_location
+from kvstore.engine.namespaces import index_key
+from kvstore.engine.policy import WriteBudget, choose_victim, eviction_tick, records_to_keep
+from kvstore.engine.put import Append
+from kvstore.engine.segment import SegmentState, SegmentTable, namespace_key
+from kvstore.engine.verify import blocks_match
+from kvstore.engine.writer import MemorySide, Writer
+from kvstore.limits import DEVICE_IO_BYTES_MAX, PAGE_BYTES
+from kvstore.telemetry.metrics import EngineMetrics
+from kvstore.types.flow import FlowClass
+from kvstore.types.results import Refused
+
+
+class Move(Append):
+    """A live record of a victim on its way to another segment."""
+
+    __slots__ = ("_entry", "_ledger", "_metrics", "_old", "_on_end")
+
+    def __init__(
+        self, entry: Entries, old: int, *, ledger: Ledger, metrics: EngineMetrics, on_end: Callable[[bool], None]
+    ) -> None:
+        """Args: entry: shape [1]. old: where it lies. on_end: told whether the catalog took the copy."""
+        super().__init__(
+            header_pages=int(entry["header_pages"][0]), pages=int(entry["pages"][0]), flow=FlowClass.BACKGROUND
+        )
+        self.moving = True
+        self._entry = entry.copy()
+        self._old = old
+        self._ledger = ledger
+        self._metrics = metrics
+        self._on_end = on_end
+
+    def entry(self, tick: int) -> bytes:
+        # It keeps the warmth it has, which is not the one in its old entry.
+        entry, keys = self._entry, entry_keys(self._entry)
+        entry["page"] = self.page
+        entry["access"] = self._ledger.catalog.ticks(keys)
+        return entry.tobytes()
+
+    def completed(self, entry: bytes) -> None:
+        assert self.target is not None
+        mine = self._entry
+        new = pack_location(
+            segment=self.target.segment, page=self.page, pages=self.pages, depth=location_depth(self._old)
+        )
+        taken = self._ledger.move(
+            self.target,
+            entry,
+            keys=entry_keys(mine),
+            old=np.array([self._old], dtype=np.uint64),
+            new=np.array([new], dtype=np.uint64),
+            space=namespace_key(int(mine["namespace"][0]), int(mine["namespace_generation"][0])),
+        )
+        self._metrics.reinserted_bytes += self.pages * PAGE_BYTES
+        self.let_go()
+        self._on_end(taken)
+
+    def failed(self, refused: Refused) -> None:
+        self.let_go()
+        self._on_end(False)
+
+
+class Reclaimer:
+    """Evicts segments one at a time.
+
+    Attributes:
+        running: an eviction is in progress.
+        budget: what re-insertion may write.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue: IoQueue,
+        syncer: Syncer,
+        arena: Arena,
+        allocator: Allocator,
+        ledger: Ledger,
+        writer: Writer,
+        memory: MemorySide,
+        budget: WriteBudget,
+        metrics: EngineMetrics,
+    ) -> None:
+        self._queue = queue
+        self._syncer = syncer
+        self._arena = arena
+        self._allocator = allocator
+        self._table: SegmentTable = allocator.table
+        self._ledger = ledger
+        self._writer = writer
+        self._memory = memory
+        self.budget = budget
+        self._metrics = metrics
+        self.running = False
+        self.victim = -1
+
+    def candidates(self) -> I64:
+        """Segments that may be evicted, the oldest first."""
+        return self._table.in_state(SegmentState.SEALED)
+
+    def choose(self) -> int | None:
+        """The segment that goes next: one without anything valid at once, else by policy."""
+        return choose_victim(self._ledger.catalog.scores, self.candidates())
+
+    def evict(self, victim: int) -> Steps[None]:
+        """Free one segment."""
+        self.running = True
+        self.victim = victim
+        candidates = self.candidates()
+        tick = eviction_tick(self._ledger.catalog.scores, victim, candidates) if len(candidates) else 0.0
+        self._table.state[victim] = SegmentState.EVICTING
+        entries, bad_blocks = yield from self._read_index(victim)
+        locations = entry_locations(entries, victim)
+        moved = yield from self._move_worthy(victim, entries, locations, tick)
+        self._forget(victim, entries, locations, incomplete=bool(bad_blocks))
+        yield lambda resume: self._table.when_unheld(victim, lambda: resume(None))
+        yield from self._erase(victim, sync_first=bool(moved))
+        self.running = False
+        self.victim = -1
+
+    # --- the victim's index -------------------------------------------------------------------------------------------
+    def _read_index(self, victim: int) -> Steps[tuple[Entries, int]]:
+        """All entries of a sealed segment, and how many index blocks (or the footer: -1) could not be read."""
+        generation = int(self._table.generation[victim])
+        footer_page = pages(PAGE_BYTES)
+        at = self._table.offset(victim + 1) - PAGE_BYTES
+        error = yield io(self._queue, [IoOp(IoKind.READ, at, [footer_page])])
+        footer = decode_segment_footer(footer_page) if error is None else None
+        if footer is None or footer.segment != victim or footer.generation != generation:
+            return np.empty(0, dtype=ENTRY_DTYPE), -1
+        start, blocks = self._table.offset(victim, footer.index_page), footer.block_count
+        if not blocks:
+            return np.empty(0, dtype=ENTRY_DTYPE), 0
+        index = pages(blocks * PAGE_BYTES)
+        ops = [
+            IoOp(IoKind.READ, start + at, [index[at : at + DEVICE_IO_BYTES_MAX]])
+            for at in range(0, len(index), DEVICE_IO_BYTES_MAX)
+        ]
+        yield io(self._queue, ops)
+        entries, bad = decode_index_blocks(index, segment=victim, generation=generation)
+        return entries[entries_in_bounds(entries, self._table.segment_pages)], bad
+
+    # --- what stays ---------------------------------------------------------------------------------------------------
+    def _move_worthy(self, victim: int, entries: Entries, locations: U64, tick: float) -> Steps[int]:
+        """Write again what is pinned or warm; answers how many records the catalog took."""
+        keys = entry_keys(entries)
+        catalog = self._ledger.catalog
+        spaces = entries["namespace"].astype(np.uint64) << np.uint64(32) | entries["namespace_generation"]
+        valid = np.flatnonzero(catalog.valid(keys, locations) & self._ledger.live_spaces(spaces))
+        room = self._allocator.open_room_pages()
+        order = records_to_keep(
+            locations[valid],
+            catalog.ticks(keys[valid]),
+            catalog.pinned(keys[valid]),
+            eviction_tick=tick,
+            budget_bytes=min(self.budget.allowance_bytes, room * PAGE_BYTES),
+        )
+        moved = 0
+        for at in valid[order].tolist():
+            entry = entries[at : at + 1]
+            size = int(entry["pages"][0])
+            if size > self._allocator.open_room_pages():
+                continue
+            self._allocator.move_pages = size
+            moved += yield from self._move(victim, entry, int(locations[at]))
+            self._allocator.move_pages = 0
+        return moved
+
+    def _move(self, victim: int, entry: Entries, location: int) -> Steps[int]:
+        """Copy one record if it is sound. Answers 1 if the catalog took the copy."""
+        size = int(entry["pages"][0]) * PAGE_BYTES
+        piece = self._arena.allocate(size)
+        if piece is None and self._memory.reclaim_memory(size):
+            piece = self._arena.allocate(size)
+        if piece is None:
+            return 0
+        at = self._table.offset(victim, location_page(location))
+        op = IoOp(IoKind.READ, at, [piece.view], flow=FlowClass.BACKGROUND)
+        error = yield io(self._queue, [op])
+        if error is not None or op.done_bytes < size or not self._sound(piece, entry, victim):
+            piece.release()
+            return 0
+        self.budget.moved(size)
+        taken: bool = yield self._append(piece, entry, location)
+        if taken:
+            self._metrics.reinserted_records += 1
+        return int(taken)
+
+    def _append(self, piece: Piece, entry: Entries, location: int) -> Wait:
+        def begin(resume: Callable[[bool], None]) -> None:
+            move = Move(entry, location, ledger=self._ledger, metrics=self._metrics, on_end=resume)
+            move.take(piece)
+            self._writer.append(move)
+
+        return begin
+
+    def _sound(self, piece: Piece, entry: Entries, victim: int) -> bool:
+        """Whether the bytes read are the record that the entry names."""
+        header = decode_record_header(piece.view)
+        if header is None or header.header_pages != int(entry["header_pages"][0]):
+            return False
+        ref = self._ledger.namespaces.by_id(int(entry["namespace"][0]))
+        if ref is None or index_key(ref, header.key) != entry.tobytes()[:INDEX_KEY_BYTES]:
+            return False
+        if (header.segment, header.page) != (victim, int(entry["page"][0])):
+            return False
+        if header.segment_generation != int(self._table.generation[victim]):
+            return False
+        start = header.header_pages * PAGE_BYTES
+        if page_count(start + header.payload_bytes) != int(entry["pages"][0]):
+            return False
+        payload = piece.view[start : start + header.payload_bytes]
+        return blocks_match(payload, block_bytes=header.block_bytes, crcs=header.crc_table)
+
+    # --- what goes ----------------------------------------------------------------------------------------------------
+    def _forget(self, victim: int, entries: Entries, locations: U64, *, incomplete: bool) -> None:
+        gone = self._ledger.evict(entries, locations)
+        records, size = int(gone.sum()), int(entries["pages"][gone].astype(np.int64).sum()) * PAGE_BYTES
+        if incomplete:
+            lost, lost_bytes = self._ledger.forget_rest(victim)
+            records, size = records + lost, size + lost_bytes
+        self._metrics.evicted_records += records
+        self._metrics.evicted_bytes += size
+        self._metrics.evicted_segments += 1
+
+    def _erase(self, victim: int, *, sync_first: bool) -> Steps[None]:
+        """Make sure that nothing of the segment can come back, then let it be used again."""
+        if sync_first:
+            # Copies must not be less durable than what they replace.
+            yield self._syncer.sync
+        empty = pages(PAGE_BYTES)
+        error: OSError | None = None
+        for page in (self._table.segment_pages - 1, 0):
+            op = IoOp(IoKind.WRITE, self._table.offset(victim, page), [empty], flow=FlowClass.BACKGROUND)
+            failed = yield io(self._queue, [op])
+            error = error or failed
+        if error is not None:
+            self._table.state[victim] = SegmentState.BAD
+            return
+        self._ledger.freed(victim)
+        self._allocator.freed(victim)

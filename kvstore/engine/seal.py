@@ -1,0 +1,87 @@
+"""Sealing: a full segment's index and footer go to its end, and the log need not carry its commits any longer."""
+
+from __future__ import annotations
+
+from kvstore.device.base import IoKind, IoOp
+from kvstore.engine.allocator import Allocator
+from kvstore.engine.blocking import pages
+from kvstore.engine.format import (
+    Entries,
+    SegmentFooter,
+    Superblock,
+    encode_index_blocks,
+    encode_segment_footer,
+    index_block_count,
+)
+from kvstore.engine.job import IoQueue, Steps, io
+from kvstore.engine.segment import OpenSegment, SegmentState
+from kvstore.limits import DEVICE_IO_BYTES_MAX, PAGE_BYTES, WRITE_ATTEMPTS_MAX
+from kvstore.telemetry.metrics import EngineMetrics
+from kvstore.types.flow import FlowClass
+
+
+class Sealer:
+    """Seals closed segments, one job each."""
+
+    def __init__(self, *, queue: IoQueue, allocator: Allocator, superblock: Superblock, metrics: EngineMetrics) -> None:
+        self._queue = queue
+        self._allocator = allocator
+        self._superblock = superblock
+        self._metrics = metrics
+        self._running: set[int] = set()
+
+    def seal(self, target: OpenSegment) -> Steps[None]:
+        """Write the index of a closing segment whose records are all complete or given up.
+
+        Where the index cannot be written, the log goes on carrying the segment's commits until it is evicted.
+        """
+        if target.segment in self._running:
+            return
+        self._running.add(target.segment)
+        error: OSError | None = None
+        for _ in range(WRITE_ATTEMPTS_MAX):
+            error = yield io(self._queue, self._ops(target))
+            if error is None:
+                break
+        self._running.discard(target.segment)
+        self._allocator.closing.remove(target)
+        self._allocator.table.state[target.segment] = SegmentState.SEALED
+        if error is not None:
+            self._allocator.unsealed.append(target)
+
+    def _ops(self, target: OpenSegment) -> list[IoOp]:
+        image = seal_image(
+            target.entries(),
+            segment=target.segment,
+            generation=target.generation,
+            segment_pages=self._allocator.table.segment_pages,
+            end_page=target.next_page,
+            disk_id=self._superblock.disk_id,
+        )
+        self._metrics.log_bytes += len(image)
+        start = self._allocator.table.offset(target.segment + 1) - len(image)
+        return [
+            IoOp(IoKind.WRITE, start + at, [image[at : at + DEVICE_IO_BYTES_MAX]], flow=FlowClass.WRITEBACK)
+            for at in range(0, len(image), DEVICE_IO_BYTES_MAX)
+        ]
+
+
+def seal_image(
+    entries: Entries, *, segment: int, generation: int, segment_pages: int, end_page: int, disk_id: bytes
+) -> memoryview:
+    """Index blocks and footer page as they lie at the end of a segment."""
+    blocks = index_block_count(len(entries))
+    image = pages((blocks + 1) * PAGE_BYTES)
+    encode_index_blocks(entries, segment=segment, generation=generation, out=image[: blocks * PAGE_BYTES])
+    image[blocks * PAGE_BYTES :] = encode_segment_footer(
+        SegmentFooter(
+            segment=segment,
+            generation=generation,
+            disk_id=disk_id,
+            index_page=segment_pages - 1 - blocks,
+            block_count=blocks,
+            entry_count=len(entries),
+            end_page=end_page,
+        )
+    )
+    return image

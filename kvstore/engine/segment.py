@@ -1,0 +1,165 @@
+"""Segments: the state of each, how much of it is alive, and the open one that records are appended to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.engine.format import ENTRY_BYTES, ENTRY_DTYPE, Entries, Superblock, index_block_count
+from kvstore.limits import PAGE_BYTES
+
+
+class SegmentState(IntEnum):
+    """Life of a segment: UNALLOCATED -> FREE -> OPEN -> CLOSING -> SEALED -> EVICTING -> FREE."""
+
+    UNALLOCATED = 0
+    """No space on the drive yet, or given back."""
+    FREE = 1
+    """Has space, holds nothing valid."""
+    OPEN = 2
+    """Records are appended to it. At most one is."""
+    CLOSING = 3
+    """Takes no more records; waits for those in progress, then its index is written."""
+    SEALED = 4
+    """Its index is on the drive."""
+    EVICTING = 5
+    """Its records are being moved or forgotten."""
+    BAD = 6
+    """The drive failed where it mattered; not used again until the next start."""
+
+
+class OpenSegment:
+    """A segment that is being filled, or is closing.
+
+    Attributes:
+        segment, generation: which.
+        next_page: where the next record goes; room is handed out in ascending order and never taken back, so
+            (generation, page) orders records by the time they got their room.
+        outstanding: records that have room here but are neither complete nor given up.
+        entry_count: complete records.
+        ready: the header page is on the drive; commits are logged only from then on.
+        failed: the drive failed here; nothing more is placed.
+    """
+
+    __slots__ = (
+        "_entries",
+        "_parked",
+        "entry_count",
+        "failed",
+        "generation",
+        "next_page",
+        "outstanding",
+        "ready",
+        "segment",
+    )
+
+    def __init__(self, segment: int, generation: int, *, next_page: int = 1) -> None:
+        self.segment = segment
+        self.generation = generation
+        self.next_page = next_page
+        self.outstanding = 0
+        self.entry_count = 0
+        self.ready = False
+        self.failed = False
+        self._entries = bytearray()
+        self._parked: list[Callable[[], None]] = []
+
+    def room_pages(self, segment_pages: int) -> int:
+        """Pages that one more record may have: what is left beside the index and footer that sealing will write."""
+        index = index_block_count(self.entry_count + self.outstanding + 1)
+        return segment_pages - 1 - index - self.next_page
+
+    def add(self, entry: bytes) -> None:
+        """A record is complete."""
+        self._entries += entry
+        self.entry_count += 1
+
+    def entries(self) -> Entries:
+        """All complete records, in the order of completion. A copy."""
+        return np.frombuffer(bytes(self._entries), dtype=ENTRY_DTYPE)
+
+    def entry_bytes(self) -> list[bytes]:
+        """The same as one `bytes` each, for the log."""
+        data = bytes(self._entries)
+        return [data[at : at + ENTRY_BYTES] for at in range(0, len(data), ENTRY_BYTES)]
+
+    def when_ready(self, action: Callable[[], None]) -> None:
+        """Do something once the header page is on the drive; at once if it is."""
+        if self.ready:
+            action()
+        else:
+            self._parked.append(action)
+
+    def header_written(self) -> None:
+        """The header page is on the drive, or failed to get there (`failed` is set before)."""
+        self.ready = True
+        parked, self._parked = self._parked, []
+        for action in parked:
+            action()
+
+
+class SegmentTable:
+    """All segments of a drive.
+
+    Attributes:
+        count: segments within the capacity.
+        segment_bytes, segment_pages: size of each.
+        state, generation: per segment; SegmentState values, and the generation of its present use (0: none).
+    """
+
+    def __init__(self, superblock: Superblock) -> None:
+        self.count = superblock.segment_count
+        self.segment_bytes = superblock.segment_bytes
+        self.segment_pages = superblock.segment_bytes // PAGE_BYTES
+        self._start = superblock.segments_offset
+        self.state: npt.NDArray[np.uint8] = np.zeros(self.count, dtype=np.uint8)
+        self.generation: npt.NDArray[np.uint64] = np.zeros(self.count, dtype=np.uint64)
+        self._holds = [0] * self.count
+        self._when_unheld: dict[int, list[Callable[[], None]]] = {}
+        self.live: list[dict[int, LiveCount]] = [{} for _ in range(self.count)]
+
+    def offset(self, segment: int, page: int = 0) -> int:
+        """Byte offset of a page of a segment on the drive."""
+        return self._start + segment * self.segment_bytes + page * PAGE_BYTES
+
+    def in_state(self, *states: SegmentState) -> npt.NDArray[np.int64]:
+        """Numbers of the segments in any of these states, in order of generation: the oldest use first."""
+        found = np.flatnonzero(np.isin(self.state, states))
+        return found[np.argsort(self.generation[found], kind="stable")]
+
+    def hold(self, segment: int) -> None:
+        """Keep the bytes of a segment in place, for a read in flight."""
+        self._holds[segment] += 1
+
+    def release(self, segment: int) -> None:
+        """Ends one `hold`."""
+        holds = self._holds[segment] = self._holds[segment] - 1
+        assert holds >= 0, "a segment was released more often than it was held"
+        if holds == 0 and segment in self._when_unheld:
+            for action in self._when_unheld.pop(segment):
+                action()
+
+    def when_unheld(self, segment: int, action: Callable[[], None]) -> None:
+        """Do something once no read holds the segment; now if none does. New holds must not come any more."""
+        if self._holds[segment] == 0:
+            action()
+        else:
+            self._when_unheld.setdefault(segment, []).append(action)
+
+
+class LiveCount:
+    """Live pages and records of one namespace generation in one segment."""
+
+    __slots__ = ("pages", "records")
+
+    def __init__(self) -> None:
+        self.pages = 0
+        self.records = 0
+
+
+def namespace_key(namespace: int, generation: int) -> int:
+    """Key of `SegmentTable.live`: a namespace in one of its generations."""
+    return namespace << 32 | generation

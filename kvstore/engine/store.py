@@ -1,0 +1,331 @@
+"""The disk side of the engine, assembled: recovered from a drive, driven by `poll`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvstore.device.base import Device, IoOp
+from kvstore.engine.allocator import Allocator
+from kvstore.engine.arena import Arena
+from kvstore.engine.blocking import BlockingIo
+from kvstore.engine.catalog import Catalog
+from kvstore.engine.format import SegmentHeader, Superblock, encode_segment_header
+from kvstore.engine.job import Syncer, start
+from kvstore.engine.ledger import Ledger, RecordWatcher, entry_locations
+from kvstore.engine.log import Log
+from kvstore.engine.namespaces import NamespaceTable
+from kvstore.engine.policy import WriteBudget
+from kvstore.engine.reclaim import Reclaimer
+from kvstore.engine.recovery import FoundSegment, LogScan, scan_log, scan_segments, valid_records
+from kvstore.engine.seal import Sealer
+from kvstore.engine.segment import OpenSegment, SegmentState, SegmentTable
+from kvstore.engine.writer import MemorySide, Writer
+from kvstore.limits import (
+    LOG_SHARE_MANIFESTS,
+    LOG_SHARE_TOMBSTONES,
+    MOVE_SHARE_OF_SEGMENT,
+    MS_NS,
+    OWNER_SWEEP_NS,
+    WRITE_AMPLIFICATION_DEFAULT,
+)
+from kvstore.telemetry.metrics import EngineMetrics
+from kvstore.types.results import Refused, RefusedReason
+
+_log = logging.getLogger(__name__)
+
+
+class DriveQueue(Protocol):
+    """The dispatch queue of a drive: `kvstore.device.queue.DispatchQueue`."""
+
+    @property
+    def device(self) -> Device: ...
+
+    def submit(self, op: IoOp) -> None: ...
+
+    def start(self, now_ns: int | None = None) -> None: ...
+
+    def pump(self, now_ns: int | None = None) -> list[IoOp]: ...
+
+
+class StoreMemory(MemorySide, RecordWatcher, Protocol):
+    """What the disk side asks of the memory side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryReport:
+    """What the start found.
+
+    Attributes:
+        records, live_bytes: valid ones.
+        segments: in use.
+        bad_log_blocks, bad_index_blocks, bad_headers, bad_manifests: damaged structures, each costing only itself.
+        orphans, dropped, buried, twins: records passed over, as `ValidRecords` counts them.
+        not_indexed: valid records that the index had no room for.
+        tick_max: the highest access tick on the drive; ticks go on from there.
+        took_ns: duration of the whole start.
+    """
+
+    records: int
+    live_bytes: int
+    segments: int
+    bad_log_blocks: int
+    bad_index_blocks: int
+    bad_headers: int
+    bad_manifests: int
+    orphans: int
+    dropped: int
+    buried: int
+    twins: int
+    not_indexed: int
+    tick_max: int
+    took_ns: int
+
+
+class Store:
+    """The records of one drive. Made by recovery (it waits for the drive), then driven by `poll` (which never does).
+
+    Attributes:
+        superblock, table, allocator, namespaces, ledger, log, writer, reclaimer: its parts.
+        recovered: what the start found.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue: DriveQueue,
+        superblock: Superblock,
+        arena: Arena,
+        catalog: Catalog,
+        memory: StoreMemory,
+        metrics: EngineMetrics,
+        amplification_max: float = WRITE_AMPLIFICATION_DEFAULT,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Recover.
+
+        Args:
+            superblock: from `drive.prepare_drive`.
+            catalog: empty, for `superblock.segment_count` segments.
+            amplification_max: bytes written over bytes put that re-insertion may cause.
+            on_progress: told (segments done, segments in all) while the drive is read.
+
+        Raises:
+            OSError: the drive cannot be read.
+        """
+        began_ns = time.monotonic_ns()
+        self.superblock = superblock
+        self.metrics = metrics
+        self._queue = queue
+        self._syncer = Syncer(queue)
+        io = BlockingIo(queue.device)
+        scan = scan_log(io, superblock)
+        found = scan_segments(io, superblock, scan, on_progress=on_progress)
+        highest = max([scan.highest_generation, *(one.generation for one in found)])
+        self.table = SegmentTable(superblock)
+        self.allocator = Allocator(
+            queue.device, self.table, log_half_bytes=superblock.log_half_bytes, next_generation=highest + 1
+        )
+        self.namespaces = NamespaceTable(manifest_bytes_max=int(superblock.log_half_bytes * LOG_SHARE_MANIFESTS))
+        bad_manifests = self.namespaces.restore(scan.namespaces, scan.drops)
+        self.ledger = Ledger(
+            catalog=catalog,
+            table=self.table,
+            allocator=self.allocator,
+            namespaces=self.namespaces,
+            watcher=memory,
+        )
+        self.log = Log(
+            queue,
+            self._syncer,
+            superblock,
+            scan.place,
+            snapshot=self.ledger.snapshot,
+            segment_generation=lambda: self.allocator.next_generation - 1,
+            metrics=metrics,
+        )
+        self.ledger.attach(self.log)
+        self._sealer = Sealer(queue=queue, allocator=self.allocator, superblock=superblock, metrics=metrics)
+        budget = WriteBudget(amplification_max=amplification_max, saved_bytes_max=superblock.segment_bytes)
+        self.writer = Writer(
+            queue=queue,
+            syncer=self._syncer,
+            arena=arena,
+            allocator=self.allocator,
+            ledger=self.ledger,
+            superblock=superblock,
+            memory=memory,
+            metrics=metrics,
+            on_closed=self._seal,
+            on_user_bytes=budget.wrote,
+        )
+        self.reclaimer = Reclaimer(
+            queue=queue,
+            syncer=self._syncer,
+            arena=arena,
+            allocator=self.allocator,
+            ledger=self.ledger,
+            writer=self.writer,
+            memory=memory,
+            budget=budget,
+            metrics=metrics,
+        )
+        self._next_sweep_ns = 0
+        self.recovered = self._take_over(io, scan, found, bad_manifests, began_ns)
+
+    # --- recovery -----------------------------------------------------------------------------------------------------
+    def _take_over(
+        self, io: BlockingIo, scan: LogScan, found: list[FoundSegment], bad_manifests: int, began_ns: int
+    ) -> RecoveryReport:
+        """Fill the tables with what was found, repair headers, and begin to seal what was closing."""
+        self.namespaces.reserve_ids(int(one.entries["namespace"].max()) for one in found if len(one.entries))
+        for one in found:
+            self.table.generation[one.segment] = one.generation
+            self.table.state[one.segment] = SegmentState.SEALED
+            if one.header_bad:
+                self._repair_header(io, one)
+        generations = {known.ref.id: known.ref.generation for known in self.namespaces}
+        valid = valid_records(found, scan.tombstones, generations)
+        locations = entry_locations(valid.entries, valid.segments)
+        ticks = valid.entries["access"].astype(np.uint32)
+        self.ledger.catalog.index.reserve(len(valid.entries))
+        taken = self.ledger.load(valid.entries, locations, ticks)
+        for segment, record in valid.needed:
+            self.ledger.keep_tombstone(segment, record)
+        self._reopen(found, scan)
+        report = RecoveryReport(
+            records=int(taken.sum()),
+            live_bytes=self.ledger.live_bytes,
+            segments=len(found),
+            bad_log_blocks=scan.bad_blocks,
+            bad_index_blocks=sum(one.bad_blocks for one in found),
+            bad_headers=sum(one.header_bad for one in found),
+            bad_manifests=bad_manifests,
+            orphans=valid.orphans,
+            dropped=valid.dropped,
+            buried=valid.buried,
+            twins=valid.twins,
+            not_indexed=int((~taken).sum()),
+            tick_max=int(ticks.max()) if len(ticks) else 0,
+            took_ns=time.monotonic_ns() - began_ns,
+        )
+        self.metrics.recovery_ns = report.took_ns
+        self.metrics.recovered_records = report.records
+        self.metrics.recovery_lost_records = report.orphans + report.not_indexed
+        took_ms = report.took_ns // MS_NS
+        _log.info("recovered %d records of %d bytes in %d ms", report.records, report.live_bytes, took_ms)
+        return report
+
+    def _repair_header(self, io: BlockingIo, one: FoundSegment) -> None:
+        header = SegmentHeader(
+            segment=one.segment, generation=one.generation, disk_id=self.superblock.disk_id, opened_ns=0
+        )
+        _log.warning("header of segment %d was damaged and is written anew from its footer or the log", one.segment)
+        io.write(self.table.offset(one.segment), encode_segment_header(header))
+
+    def _reopen(self, found: list[FoundSegment], scan: LogScan) -> None:
+        """Go on with the segment that was open last; seal the others that have no index yet."""
+        unsealed = sorted((one for one in found if not one.sealed), key=lambda one: one.generation)
+        for one in unsealed:
+            target = OpenSegment(one.segment, one.generation, next_page=one.end_page)
+            target.ready = True
+            for entry in one.entries:
+                target.add(entry.tobytes())
+            # Room must be handed out in the order of generations, so only the newest of all may go on.
+            if one.generation == self.allocator.next_generation - 1:
+                self.allocator.open = target
+                self.table.state[one.segment] = SegmentState.OPEN
+            else:
+                self.allocator.closing.append(target)
+                self.table.state[one.segment] = SegmentState.CLOSING
+                self._seal(target)
+
+    # --- running --------------------------------------------------------------------------------------------------------
+    def poll(self, now_ns: int) -> None:
+        """Move everything that can move: completions, placing, the log, eviction."""
+        for op in self._queue.pump(now_ns):
+            op.owner(op)
+        self.writer.expire_waiting(now_ns)
+        if now_ns >= self._next_sweep_ns:
+            self._next_sweep_ns = now_ns + OWNER_SWEEP_NS
+            self.writer.expire_owners(now_ns)
+            self.allocator.retry_space(now_ns)
+        self.writer.pump()
+        self.writer.grant_waiting()
+        self._make_room()
+        self.log.pump()
+        self._queue.start(now_ns)
+
+    def next_timer_ns(self) -> int | None:
+        """When `poll` has something to do even if no operation completes."""
+        times = [self._next_sweep_ns] if self.writer.pending or self.allocator.next_retry_ns() is not None else []
+        waiting = self.writer.next_timer_ns()
+        return min([*times, waiting] if waiting is not None else times, default=None)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is on its way to the drive."""
+        return (
+            not self.writer.backlog
+            and not self.writer.in_flight
+            and self.log.idle
+            and not self.reclaimer.running
+            and not self.allocator.closing
+        )
+
+    def _seal(self, target: OpenSegment) -> None:
+        start(self._sealer.seal(target))
+
+    def _make_room(self) -> None:
+        """Evict a segment if room, space or the log asks for it."""
+        if self.reclaimer.running:
+            return
+        allocator = self.allocator
+        if allocator.over:
+            allocator.shrink()
+        victim: int | None = None
+        if self.ledger.tombstone_bytes > self.superblock.log_half_bytes * LOG_SHARE_TOMBSTONES:
+            victim = self.ledger.most_buried()
+        if victim is None and (allocator.over or self._room_is_short()):
+            victim = self.reclaimer.choose()
+            if victim is None and self.writer.needs_room:
+                self._give_up_waiting()
+        if victim is not None:
+            start(self.reclaimer.evict(victim))
+
+    def _room_is_short(self) -> bool:
+        """No free segment, and the open one is nearly full, so that what eviction keeps still finds room in it."""
+        if self.allocator.free_count():
+            return False
+        spare = int(self.table.segment_pages * MOVE_SHARE_OF_SEGMENT)
+        return self.writer.needs_room or self.allocator.open_room_pages() <= spare
+
+    def _give_up_waiting(self) -> None:
+        """Records wait for room, and nothing can be evicted: refuse them, unless something in progress may help."""
+        if self.allocator.closing or self.writer.in_flight or not self.log.idle:
+            return
+        self.writer.refuse_backlog(
+            Refused(
+                RefusedReason.NO_SPACE,
+                f"no segment of the drive's {self.table.count} can be freed, {self.allocator.segments_max} may have "
+                "space now; free space on the file system, or lower the capacity",
+            )
+        )
+
+    def update_gauges(self) -> None:
+        """Bring the gauges of the disk side up to date."""
+        metrics = self.metrics
+        table = self.table
+        metrics.capacity_bytes = self.superblock.segments_offset + self.allocator.segments_max * table.segment_bytes
+        metrics.allocated_bytes = self._queue.device.allocated_bytes()
+        metrics.live_bytes = self.ledger.live_bytes
+        metrics.namespaces = len(self.namespaces)
+        free = self.allocator.free_count()
+        metrics.segments_free = free
+        metrics.segments_used = table.count - free
+        metrics.write_amplification = self.reclaimer.budget.amplification
