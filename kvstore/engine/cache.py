@@ -15,6 +15,7 @@ from itertools import count
 from typing import Final
 
 from kvstore.engine.arena import Arena, Piece
+from kvstore.engine.location import U64
 from kvstore.limits import CACHE_GHOSTS_MAX, CACHE_RECORD_SHARE_MAX, PAGE_BYTES, VOLATILE_SHARE_MAX
 from kvstore.telemetry.metrics import EngineMetrics
 
@@ -22,9 +23,10 @@ _SMALL_SHARE: Final = 0.1  # S3-FIFO section 4.1
 _HITS_MAX: Final = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RecordFacts:
-    """What a reader must know of a record beside its payload.
+    """What a reader must know of a record beside its payload. Never changed: one is made for each record that is read
+    from the drive, and a frozen dataclass would take three times as long.
 
     Attributes:
         key: the full record key, 32 bytes.
@@ -50,6 +52,7 @@ class CachedRecord:
 
     Attributes:
         facts: its header's.
+        location: where it lies on the drive now; 0 for volatile ones.
         piece: the memory, held by the cache; None for a record of 0 bytes.
         view: exactly the payload.
         hits: accesses since it was inserted, cut off; readers raise it.
@@ -57,11 +60,12 @@ class CachedRecord:
         until_ns: end of a volatile record's life; 0 for the others.
     """
 
-    __slots__ = ("facts", "hits", "in_main", "piece", "salt", "tick", "until_ns", "view")
+    __slots__ = ("facts", "hits", "in_main", "location", "piece", "salt", "tick", "until_ns", "view")
 
     def __init__(self, salt: bytes, facts: RecordFacts, piece: Piece | None, *, tick: int, until_ns: int = 0) -> None:
         self.salt = salt
         self.facts = facts
+        self.location = facts.location
         self.piece = piece
         self.view = piece.view[: facts.record_bytes] if piece is not None else memoryview(b"")
         self.hits = 0
@@ -106,6 +110,7 @@ class Cache:
         self._record_bytes_max = int(capacity_bytes * CACHE_RECORD_SHARE_MAX)
         self._volatile_bytes_max = int(capacity_bytes * VOLATILE_SHARE_MAX)
         self._small_bytes_max = int(capacity_bytes * _SMALL_SHARE)
+        self.at: dict[int, CachedRecord] = {}  # by location; to look at
         self._spaces: dict[bytes, Space] = {}
         self._small: OrderedDict[CachedRecord, None] = OrderedDict()
         self._main: OrderedDict[CachedRecord, None] = OrderedDict()
@@ -166,6 +171,7 @@ class Cache:
             self._drop(older)
             space = self._spaces.setdefault(salt, {})
         space[facts.key] = record
+        self.at[record.location] = record
         self.used_bytes += record.size_bytes
         if facts.key in self._ghosts:
             del self._ghosts[facts.key]
@@ -204,6 +210,25 @@ class Cache:
         """Drop every record of a namespace generation."""
         for record in list(self._spaces.get(salt, {}).values()):
             self._drop(record)
+
+    def moved(self, keys: U64, old: U64, new: U64) -> None:
+        """Records lie elsewhere on the drive now (`ledger.RecordWatcher`)."""
+        if not self.at:
+            return
+        for before, now in zip(old.tolist(), new.tolist(), strict=True):
+            record = self.at.pop(before, None)
+            if record is not None:
+                record.location = now
+                self.at[now] = record
+
+    def removed(self, keys: U64, locations: U64) -> None:
+        """Records on the drive are no longer valid: copies must not outlive them (`ledger.RecordWatcher`)."""
+        if not self.at:
+            return
+        for location in locations.tolist():
+            record = self.at.get(location)
+            if record is not None:
+                self._drop(record)
 
     def expire(self, now_ns: int) -> None:
         """Drop the volatile records whose time is up."""
@@ -261,6 +286,7 @@ class Cache:
     def _release(self, record: CachedRecord) -> None:
         space = self._spaces[record.salt]
         del space[record.facts.key]
+        self.at.pop(record.location, None)
         if not space:
             del self._spaces[record.salt]
         self.used_bytes -= record.size_bytes

@@ -23,6 +23,7 @@ class Catalog:
 
     Attributes:
         index, scores, history: to look at; they are changed through the catalog only.
+        version: grows whenever a record moves, ends or is replaced: a location of this version is still good.
         pinned_bytes: padded bytes of the keys that any pin holds, each counted once.
     """
 
@@ -31,6 +32,7 @@ class Catalog:
         self.scores = SegmentScores(segment_count)
         self.history = History(seed=seed)
         self.pinned_bytes = 0
+        self.version = 0
 
     # --- looking --------------------------------------------------------------------------------------------------
     def lookup(self, keys: U64) -> U64:
@@ -120,6 +122,7 @@ class Catalog:
         if previous == NOT_INSERTED:
             return False
         if previous:
+            self.version += 1
             self.scores.remove(previous, before)
             self._count_replaced(slot, previous, location)
         self.scores.add(location, tick)
@@ -135,6 +138,7 @@ class Catalog:
         previous = self.index.insert_many(keys, locations, tick_of)
         stored: Bools = previous != np.uint64(NOT_INSERTED)
         replaced = stored & (previous != 0)
+        self.version += 1
         if self.pinned_bytes:
             for key, old, new in zip(
                 keys[replaced].tolist(), previous[replaced].tolist(), locations[replaced].tolist(), strict=True
@@ -153,6 +157,7 @@ class Catalog:
         slots = self.index.find_many(keys)
         still: Bools = (slots >= 0) & (self.index.locations[slots] == old)
         moved = slots[still]
+        self.version += 1
         ticks = self.index.access[moved]
         self.scores.remove_many(old[still], ticks)
         self.index.relocate(moved, new[still])
@@ -174,11 +179,20 @@ class Catalog:
         gone: Bools = self._end(keys, locations, Fate.QUARANTINED, tick) != 0
         return gone
 
+    def erase(self, keys: U64, locations: U64) -> None:
+        """Forget records that are not counted any more, since their namespace was dropped, if they lie there."""
+        slots = self.index.find_many(keys)
+        pinned = (slots >= 0) & (self.index.pins[slots] > 0)
+        removed = self.index.delete_many(keys, locations)
+        self.pinned_bytes -= int(location_page_counts(removed[pinned]).sum()) * PAGE_BYTES
+        self.version += 1
+
     def _end(self, keys: U64, expected: U64 | None, fate: Fate, tick: int) -> U64:
         slots = self.index.find_many(keys)
         ticks, pins = self.index.access[slots], self.index.pins[slots]
         removed = self.index.delete_many(keys, expected)
         gone = removed != 0
+        self.version += 1
         self.pinned_bytes -= int(location_page_counts(removed[gone & (pins > 0)]).sum()) * PAGE_BYTES
         self.scores.remove_many(removed[gone], ticks[gone])
         self.history.note(keys[gone], fate, tick)

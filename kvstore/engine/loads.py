@@ -1,0 +1,497 @@
+"""Reads in flight: one per record however many ask (single flight), verified before anybody sees a byte.
+
+A load is one contiguous stretch of a segment: neighbouring whole records, the header of one, or some checksum blocks
+of one. What does not verify is read once more, alone; a record that is bad twice is quarantined. A drive's error says
+nothing about the bytes: the record is kept unless it errs again. Failures are never remembered as results.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from kvstore.device.base import IoKind, IoOp
+from kvstore.engine.api import NamespaceRef
+from kvstore.engine.arena import Piece
+from kvstore.engine.cache import Cache, HeaderLru, RecordFacts
+from kvstore.engine.catalog import Catalog
+from kvstore.engine.job import IoQueue
+from kvstore.engine.location import location_page, location_pages, location_segment
+from kvstore.engine.namespaces import index_key
+from kvstore.engine.readplan import Range
+from kvstore.engine.segment import SegmentTable
+from kvstore.engine.verify import Fault, blocks_match, check_header, header_pages_of
+from kvstore.limits import DEVICE_IO_BYTES_MAX, PAGE_BYTES, SUSPECT_RECORDS_MAX
+from kvstore.telemetry.metrics import EngineMetrics
+from kvstore.types.checksum import block_count
+from kvstore.types.flow import FlowClass
+from kvstore.types.results import MissReason
+
+_HEADER_PAGES_AT_FIRST: Final = 1
+_WORD: Final = 4
+_HALVES: Final = struct.Struct("<QQ")
+
+
+class Waiter(Protocol):
+    """Who wants what a flight brings. `index` is the waiter's own name for the record."""
+
+    def loaded(
+        self, index: int, facts: RecordFacts, piece: Piece, *, payload: memoryview, offset: int, crcs: bytes
+    ) -> None:
+        """Verified blocks, `payload` beginning at `offset` of the record; hold `piece` to keep them."""
+
+    def headed(self, index: int, facts: RecordFacts) -> None:
+        """The verified header that was asked for."""
+
+    def failed(self, index: int, reason: MissReason) -> None:
+        """Nothing will come."""
+
+    def launched(self, length_bytes: int) -> None:
+        """A read that this waiter started takes so much staging memory."""
+
+    def landed(self, length_bytes: int) -> None:
+        """That read is over; whoever holds its memory now counts it."""
+
+
+FlightKey = int | tuple[int, int, int]
+"""A whole record's location; or a location with offset and length of blocks in its payload, or HEADER."""
+
+HEADER: Final = (-1, 0)
+
+
+class Flight:
+    """One record, or blocks of one, on the way from the drive.
+
+    Attributes:
+        waiters: (waiter, index) of all who want it; the first one started it.
+        wanted_in_cache: whatever admission says (a prefetch).
+        at, length_bytes: where it lies in its load's memory.
+        version: of the catalog when it was started.
+        second: it was read before, and was not right.
+        keep: it goes into the cache.
+    """
+
+    __slots__ = (
+        "at",
+        "keep",
+        "key",
+        "length_bytes",
+        "location",
+        "name",
+        "ref",
+        "second",
+        "version",
+        "waiters",
+        "wanted_in_cache",
+    )
+
+    def __init__(self, name: FlightKey, ref: NamespaceRef, key: bytes, location: int, version: int) -> None:
+        self.name = name
+        self.ref = ref
+        self.key = key
+        self.location = location
+        self.version = version
+        self.waiters: list[tuple[Waiter, int]] = []
+        self.wanted_in_cache = False
+        self.second = False
+        self.keep = False
+        self.at = 0
+        self.length_bytes = 0
+
+
+class _Load:
+    """One stretch of the drive being read into one piece."""
+
+    __slots__ = (
+        "error",
+        "finish",
+        "flights",
+        "flow",
+        "left",
+        "length_bytes",
+        "operations",
+        "piece",
+        "segment",
+        "starter",
+    )
+
+    def __init__(
+        self,
+        flights: Sequence[Flight],
+        piece: Piece,
+        segment: int,
+        starter: Waiter,
+        flow: FlowClass,
+        finish: Callable[[_Load], None],
+    ) -> None:
+        self.flights = flights
+        self.piece = piece
+        self.segment = segment
+        self.starter = starter
+        self.flow = flow
+        self.finish = finish
+        self.length_bytes = 0
+        self.operations = self.left = 0
+        self.error: OSError | None = None
+
+    def done(self, op: IoOp) -> None:
+        """One of its operations has completed."""
+        if op.error is not None:
+            self.error = op.error
+        elif op.done_bytes < op.length_bytes:
+            # Behind the allocated end of the drive: what stands in memory there is somebody else's old bytes.
+            op.buffers[0][op.done_bytes :] = bytes(op.length_bytes - op.done_bytes)
+        self.left -= 1
+        if not self.left:
+            self.finish(self)
+
+
+class Loader:
+    """Starts loads, shares them, verifies them and tells the waiters.
+
+    Args:
+        is_current: whether a namespace was dropped since; what was read for it is not cached then.
+        quarantine: called with (namespace, key, location) of a record that is bad for good.
+
+    Attributes:
+        flights: what is on its way, to join.
+        operations: device operations in flight.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue: IoQueue,
+        table: SegmentTable,
+        catalog: Catalog,
+        cache: Cache,
+        headers: HeaderLru,
+        metrics: EngineMetrics,
+        is_current: Callable[[NamespaceRef], bool],
+        quarantine: Callable[[NamespaceRef, bytes, int], None],
+    ) -> None:
+        self._queue = queue
+        self._table = table
+        self._catalog = catalog
+        self._cache = cache
+        self._headers = headers
+        self._metrics = metrics
+        self._is_current = is_current
+        self._quarantine = quarantine
+        self._suspects: dict[int, None] = {}
+        self.flights: dict[FlightKey, Flight] = {}
+        self.operations = 0
+        self.tick = 1
+
+    # --- starting ----------------------------------------------------------------------------------------------------
+    def whole(
+        self, ref: NamespaceRef, wanted: Sequence[tuple[int, bytes]], *, starter: Waiter, flow: FlowClass
+    ) -> list[Flight] | None:
+        """Read whole records that lie side by side.
+
+        Args:
+            wanted: (location, record key) in order of place, each once, none in flight.
+
+        Returns:
+            Their flights, for waiters to be added; None when there is no memory now.
+        """
+        length = sum(location_pages(location) for location, _ in wanted) * PAGE_BYTES
+        piece = self._cache.allocate(length)
+        if piece is None:
+            return None
+        flights = []
+        version = self._catalog.version
+        at = 0
+        for location, key in wanted:
+            flight = self.flights[location] = Flight(location, ref, key, location, version)
+            flight.at = at
+            flight.length_bytes = location_pages(location) * PAGE_BYTES
+            at += flight.length_bytes
+            flights.append(flight)
+        self._begin(_Load(flights, piece, location_segment(wanted[0][0]), starter, flow, self._whole_done), 0, length)
+        return flights
+
+    def header(
+        self, ref: NamespaceRef, key: bytes, location: int, *, starter: Waiter, flow: FlowClass
+    ) -> Flight | None:
+        """Read the header of one record."""
+        return self._header(
+            Flight((location, *HEADER), ref, key, location, self._catalog.version),
+            _HEADER_PAGES_AT_FIRST,
+            starter,
+            flow,
+        )
+
+    def part(
+        self, ref: NamespaceRef, facts: RecordFacts, blocks: Range, *, starter: Waiter, flow: FlowClass
+    ) -> Flight | None:
+        """Read some checksum blocks of one record; `blocks` is (offset, length), whole blocks of its payload."""
+        location = facts.location
+        flight = Flight((location, *blocks), ref, facts.key, location, self._catalog.version)
+        return self._part(flight, facts, blocks, starter, flow)
+
+    def _header(self, flight: Flight, pages: int, starter: Waiter, flow: FlowClass) -> Flight | None:
+        length = min(pages, location_pages(flight.location)) * PAGE_BYTES
+        piece = self._cache.allocate(length)
+        if piece is None:
+            return None
+        self.flights[flight.name] = flight
+        flight.length_bytes = length
+        load = _Load([flight], piece, location_segment(flight.location), starter, flow, self._header_done)
+        self._begin(load, 0, length)
+        return flight
+
+    def _part(
+        self, flight: Flight, facts: RecordFacts, blocks: Range, starter: Waiter, flow: FlowClass
+    ) -> Flight | None:
+        offset, length = blocks
+        start = offset // PAGE_BYTES * PAGE_BYTES
+        end = -(-(offset + length) // PAGE_BYTES) * PAGE_BYTES
+        piece = self._cache.allocate(end - start)
+        if piece is None:
+            return None
+        self.flights[flight.name] = flight
+        flight.at = offset - start
+        flight.length_bytes = length
+
+        def finish(load: _Load) -> None:
+            self._part_done(load, facts, blocks)
+
+        load = _Load([flight], piece, location_segment(flight.location), starter, flow, finish)
+        self._begin(load, facts.header_pages * PAGE_BYTES + start, end - start)
+        return flight
+
+    def _begin(self, load: _Load, offset: int, length: int) -> None:
+        """Queue the operations that fill `load.piece` from `offset` of its first record on."""
+        self._table.hold(load.segment)
+        place = self._table.offset(load.segment, location_page(load.flights[0].location)) + offset
+        view = load.piece.view
+        load.length_bytes = length
+        for at in range(0, length, DEVICE_IO_BYTES_MAX):
+            end = min(at + DEVICE_IO_BYTES_MAX, length)
+            self._queue.submit(IoOp(IoKind.READ, place + at, [view[at:end]], flow=load.flow, owner=load.done))
+            load.left += 1
+        load.operations = load.left
+        load.starter.launched(length)
+        self.operations += load.left
+        self._metrics.read_ios += load.left
+
+    # --- whole records -----------------------------------------------------------------------------------------------
+    def _whole_done(self, load: _Load) -> None:
+        self._landed(load)
+        if load.error is not None:
+            self._whole_erred(load)
+            self._table.release(load.segment)
+            return
+        generation = int(self._table.generation[load.segment])
+        view = load.piece.view
+        found: list[RecordFacts | Fault] = []
+        sound = True
+        for flight in load.flights:
+            data = view[flight.at : flight.at + flight.length_bytes]
+            facts = _verify_whole(data, flight, generation)
+            found.append(facts)
+            if isinstance(facts, Fault):
+                sound = False
+            elif self._admits(flight, facts):
+                flight.keep = True
+                sound = False
+        if sound:
+            self._share(load, found)
+        else:
+            self._divide(load, found)
+        self._table.release(load.segment)
+
+    def _admits(self, flight: Flight, facts: RecordFacts) -> bool:
+        cache = self._cache
+        return cache.capacity_bytes > 0 and (
+            cache.fits(facts.record_bytes) if flight.wanted_in_cache else cache.admits(facts.key, facts.record_bytes)
+        )
+
+    def _share(self, load: _Load, found: Sequence[RecordFacts | Fault]) -> None:
+        """Every record is good and none stays in memory: all are served from the one piece."""
+        piece = load.piece
+        view = piece.view
+        for flight, facts in zip(load.flights, found, strict=True):
+            assert isinstance(facts, RecordFacts)
+            del self.flights[flight.name]
+            self._trust(flight)
+            start = flight.at + facts.header_pages * PAGE_BYTES
+            self._deliver(flight, facts, piece, view[start : start + facts.record_bytes])
+        piece.release()
+
+    def _divide(self, load: _Load, found: Sequence[RecordFacts | Fault]) -> None:
+        """Each record gets memory of its own: to be cached, served, or read again."""
+        pieces = load.piece.split([flight.length_bytes for flight in load.flights])
+        for flight, facts, piece in zip(load.flights, found, pieces, strict=True):
+            if isinstance(facts, Fault):
+                self._faulty(flight, facts, piece, load)
+            else:
+                del self.flights[flight.name]
+                self._trust(flight)
+                self._deliver_own(flight, facts, piece)
+
+    def _deliver_own(self, flight: Flight, facts: RecordFacts, piece: Piece) -> None:
+        header_bytes = facts.header_pages * PAGE_BYTES
+        if not flight.keep or not self._still_there(flight):
+            self._deliver(flight, facts, piece, piece.view[header_bytes : header_bytes + facts.record_bytes])
+            piece.release()
+            return
+        kept: Piece | None = None
+        if piece.length > header_bytes:
+            header, piece = piece.split([header_bytes, piece.length - header_bytes])
+            header.release()
+            kept = piece
+            kept.hold()  # the cache's; inserting may evict, this record included
+        record = self._cache.insert(flight.ref.salt, facts, kept, tick=self.tick)
+        self._deliver(flight, facts, piece, record.view)
+        piece.release()
+
+    def _deliver(self, flight: Flight, facts: RecordFacts, piece: Piece, payload: memoryview) -> None:
+        self._metrics.read_records += 1
+        for waiter, index in flight.waiters:
+            waiter.loaded(index, facts, piece, payload=payload, offset=0, crcs=facts.crcs)
+
+    def _still_there(self, flight: Flight) -> bool:
+        """Whether the record was neither deleted, evicted, moved nor dropped while it was on its way."""
+        if flight.version != self._catalog.version and (
+            self._catalog.index.get(*_HALVES.unpack(index_key(flight.ref, flight.key))) != flight.location
+        ):
+            return False
+        return self._is_current(flight.ref)
+
+    # --- headers and blocks ------------------------------------------------------------------------------------------
+    def _header_done(self, load: _Load) -> None:
+        self._landed(load)
+        flight = load.flights[0]
+        data = load.piece.view[: flight.length_bytes]
+        pages = header_pages_of(data)
+        generation = int(self._table.generation[load.segment])
+        if load.error is not None:
+            self._err(flight)
+        elif len(data) < pages * PAGE_BYTES <= location_pages(flight.location) * PAGE_BYTES:
+            self._again(flight, self._header(flight, pages, load.starter, load.flow))
+        else:
+            facts = check_header(
+                data, ref=flight.ref, key=flight.key, location=flight.location, segment_generation=generation
+            )
+            if isinstance(facts, RecordFacts):
+                del self.flights[flight.name]
+                self._headers.put(generation, facts)
+                self._trust(flight)
+                for waiter, index in flight.waiters:
+                    waiter.headed(index, facts)
+            elif facts is Fault.OTHER:
+                self._collide(flight)
+            elif self._is_second(flight):
+                self._condemn(flight)
+            else:
+                self._again(flight, self._header(flight, _HEADER_PAGES_AT_FIRST, load.starter, load.flow))
+        self._end(load)
+
+    def _part_done(self, load: _Load, facts: RecordFacts, blocks: Range) -> None:
+        self._landed(load)
+        flight = load.flights[0]
+        offset, length = blocks
+        payload = load.piece.view[flight.at : flight.at + length]
+        first = offset // facts.block_bytes * _WORD
+        crcs = facts.crcs[first : first + block_count(length, facts.block_bytes) * _WORD]
+        if load.error is not None:
+            self._err(flight)
+        elif blocks_match(payload, block_bytes=facts.block_bytes, crcs=crcs):
+            del self.flights[flight.name]
+            self._trust(flight)
+            self._metrics.read_records += 1
+            for waiter, index in flight.waiters:
+                waiter.loaded(index, facts, load.piece, payload=payload, offset=offset, crcs=crcs)
+        elif self._is_second(flight):
+            self._headers.forget(flight.location, int(self._table.generation[load.segment]))
+            self._condemn(flight)
+        else:
+            self._again(flight, self._part(flight, facts, blocks, load.starter, load.flow))
+        self._end(load)
+
+    # --- what went wrong ---------------------------------------------------------------------------------------------
+    def _faulty(self, flight: Flight, fault: Fault, piece: Piece, load: _Load) -> None:
+        """A whole record is not what it should be: read it once more, alone and into the same memory, or give up."""
+        if fault is Fault.OTHER:
+            piece.release()
+            self._collide(flight)
+        elif self._is_second(flight):
+            piece.release()
+            self._condemn(flight)
+        else:
+            self._read_again(flight, piece, load)
+
+    def _whole_erred(self, load: _Load) -> None:
+        """The drive said no. Of several records perhaps only one is affected: each gets a read of its own."""
+        if len(load.flights) == 1:
+            load.piece.release()
+            self._err(load.flights[0])
+        else:
+            pieces = load.piece.split([flight.length_bytes for flight in load.flights])
+            for flight, piece in zip(load.flights, pieces, strict=True):
+                self._read_again(flight, piece, load)
+
+    def _read_again(self, flight: Flight, piece: Piece, load: _Load) -> None:
+        flight.at = 0
+        flight.keep = False
+        again = _Load([flight], piece, load.segment, load.starter, load.flow, self._whole_done)
+        self._begin(again, 0, flight.length_bytes)
+
+    def _again(self, flight: Flight, started: Flight | None) -> None:
+        """A second read of a header or of blocks was started, or there was no memory for it."""
+        if started is None:
+            self._fail(flight, MissReason.OVERLOADED)
+
+    def _is_second(self, flight: Flight) -> bool:
+        """Count a mismatch, and say whether this flight had one before."""
+        self._metrics.checksum_errors_read += 1
+        before, flight.second = flight.second, True
+        return before
+
+    def _collide(self, flight: Flight) -> None:
+        self._metrics.key_collisions += 1
+        self._fail(flight, MissReason.ABSENT)
+
+    def _condemn(self, flight: Flight) -> None:
+        self._quarantine(flight.ref, flight.key, flight.location)
+        self._fail(flight, MissReason.CORRUPT)
+
+    def _err(self, flight: Flight) -> None:
+        """The drive failed to read this record: a miss now, and the end of it when that happens again."""
+        if flight.location in self._suspects:
+            del self._suspects[flight.location]
+            self._quarantine(flight.ref, flight.key, flight.location)
+        elif len(self._suspects) < SUSPECT_RECORDS_MAX:
+            self._suspects[flight.location] = None
+        self._fail(flight, MissReason.IO)
+
+    def _fail(self, flight: Flight, reason: MissReason) -> None:
+        self.flights.pop(flight.name, None)
+        for waiter, index in flight.waiters:
+            waiter.failed(index, reason)
+
+    def _trust(self, flight: Flight) -> None:
+        if self._suspects:
+            self._suspects.pop(flight.location, None)
+
+    def _landed(self, load: _Load) -> None:
+        self.operations -= load.operations
+        load.starter.landed(load.length_bytes)
+
+    def _end(self, load: _Load) -> None:
+        load.piece.release()
+        self._table.release(load.segment)
+
+
+def _verify_whole(data: memoryview, flight: Flight, segment_generation: int) -> RecordFacts | Fault:
+    facts = check_header(
+        data, ref=flight.ref, key=flight.key, location=flight.location, segment_generation=segment_generation
+    )
+    if isinstance(facts, Fault):
+        return facts
+    start = facts.header_pages * PAGE_BYTES
+    payload = data[start : start + facts.record_bytes]
+    return facts if blocks_match(payload, block_bytes=facts.block_bytes, crcs=facts.crcs) else Fault.CORRUPT

@@ -1,0 +1,481 @@
+"""The read path: from memory at once, else from the drive, neighbours together, every record once for all who ask.
+
+Requests take turns: one I/O of each per round, while its own window, the arena and the bound of operations in flight
+allow. A record that was looked up is looked up again if the catalog has changed before its read starts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Final
+
+import numpy as np
+
+from kvstore.engine.api import NamespaceRef, ReadHandle, ReadSink, ReadSpec
+from kvstore.engine.cache import Cache, CachedRecord, HeaderLru, RecordFacts
+from kvstore.engine.catalog import Catalog
+from kvstore.engine.loads import HEADER, Flight, Loader
+from kvstore.engine.location import location_pages, location_segment
+from kvstore.engine.namespaces import NamespaceTable, index_key, index_keys
+from kvstore.engine.put import Put, Ticket
+from kvstore.engine.readplan import run_length
+from kvstore.engine.request import Pieces, Request
+from kvstore.engine.segment import SegmentTable
+from kvstore.errors import InvalidRequest
+from kvstore.limits import (
+    DEVICE_IO_BYTES_MAX,
+    DIGEST_BYTES,
+    PAGE_BYTES,
+    RANGE_WHOLE_BYTES,
+    READ_COALESCE_BYTES,
+    READ_WINDOW_BYTES,
+    READS_IN_FLIGHT_MAX,
+)
+from kvstore.telemetry.metrics import EngineMetrics
+from kvstore.types.flow import FlowClass
+from kvstore.types.results import MissReason
+
+_SCALAR_KEYS_MAX: Final = 8
+_WATCHED_MIN: Final = 256
+
+
+class Reader:
+    """Reads of one drive.
+
+    Args:
+        pending: puts in progress by salted index key.
+
+    Attributes:
+        now_ns, tick: the time of the present turn.
+    """
+
+    def __init__(
+        self,
+        *,
+        catalog: Catalog,
+        namespaces: NamespaceTable,
+        cache: Cache,
+        headers: HeaderLru,
+        table: SegmentTable,
+        loader: Loader,
+        pending: Mapping[bytes, Ticket],
+        metrics: EngineMetrics,
+    ) -> None:
+        self._catalog = catalog
+        self._namespaces = namespaces
+        self._cache = cache
+        self._headers = headers
+        self._table = table
+        self._loader = loader
+        self._pending = pending
+        self._metrics = metrics
+        self._round: deque[Request] = deque()
+        self._blocked: deque[Request] = deque()
+        self._deadlines: list[tuple[int, int, Request]] = []
+        self._watched_max = _WATCHED_MIN
+        self._serial = count()
+        self._pumping = False
+        self._again = False
+        self.now_ns = 0
+        self.tick = 1
+
+    # --- entry -------------------------------------------------------------------------------------------------------
+    def read(self, spec: ReadSpec, sink: ReadSink, *, force_cache: bool = False) -> ReadHandle:
+        """See `api.Engine.read`.
+
+        Raises:
+            InvalidRequest: keys, ranges or content ids do not fit together.
+        """
+        _check(spec)
+        request = Request(self, spec, sink, force_cache=force_cache)
+        if not request.left:
+            request.close()
+            sink.finished()
+        elif spec.deadline_ns <= self.now_ns:
+            request.miss_rest(MissReason.DEADLINE)
+        elif not self._namespaces.is_current(spec.namespace):
+            request.miss_rest(MissReason.ABSENT)
+        else:
+            missing = self._from_memory(request, range(request.left))
+            if missing:
+                self._plan(request, missing)
+            if not request.closed:
+                self._watch(request)
+                self.activate(request)
+        return request
+
+    def _watch(self, request: Request) -> None:
+        deadlines = self._deadlines
+        heappush(deadlines, (request.spec.deadline_ns, next(self._serial), request))
+        if len(deadlines) > self._watched_max:
+            # Requests end long before their deadlines: drop those that did, at a cost of O(1) for each.
+            deadlines[:] = [one for one in deadlines if not one[2].closed]
+            heapify(deadlines)
+            self._watched_max = max(_WATCHED_MIN, 2 * len(deadlines))
+
+    def expire(self, now_ns: int) -> None:
+        """End the requests whose deadline has passed."""
+        self.now_ns = now_ns
+        deadlines = self._deadlines
+        while deadlines and (deadlines[0][0] <= now_ns or deadlines[0][2].closed):
+            request = heappop(deadlines)[2]
+            if not request.closed:
+                request.miss_rest(MissReason.DEADLINE)
+
+    def next_timer_ns(self) -> int | None:
+        """When `expire` has something to do."""
+        while self._deadlines and self._deadlines[0][2].closed:
+            heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def activate(self, request: Request) -> None:
+        """Something may be started for a request."""
+        if not request.queued and not request.closed and request.has_work():
+            request.queued = True
+            self._round.append(request)
+        self.pump()
+
+    def memory_came_back(self, request: Request) -> None:
+        """A sink let go of an item of this request."""
+        if self._blocked or (
+            not request.closed
+            and not request.queued
+            and request.staged_bytes <= READ_WINDOW_BYTES // 2
+            and request.has_work()
+        ):
+            self.activate(request)
+
+    def pump(self) -> None:
+        """Start what can be started, one I/O per request and round."""
+        if self._pumping:
+            self._again = True
+            return
+        self._pumping = True
+        try:
+            self._again = True
+            while self._again:
+                self._again = False
+                self._unblock()
+                self._take_turns()
+        finally:
+            self._pumping = False
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+    def _from_memory(self, request: Request, indices: Sequence[int]) -> list[int]:
+        """Deliver what the cache has, within the window; answers the records that it has not."""
+        space = self._cache.space(request.spec.namespace.salt)
+        if space is None:
+            self._metrics.cache_misses += len(indices)
+            return list(indices)
+        get, keys, hit, now_ns, tick = space.get, request.keys, request.hit, self.now_ns, self.tick
+        missing: list[int] = []
+        stale: list[int] = []
+        for index in indices:
+            at = index * DIGEST_BYTES
+            record = get(keys[at : at + DIGEST_BYTES])
+            if record is None or 0 < record.until_ns <= now_ns:
+                missing.append(index)
+            elif request.staged_bytes >= READ_WINDOW_BYTES:
+                request.later.append(index)
+            else:
+                if record.tick != tick:
+                    record.tick = tick
+                    stale.append(index)
+                hit(index, record)
+        self._metrics.cache_misses += len(missing)
+        self._metrics.cache_hits += len(indices) - len(missing) - len(request.later)
+        if stale:
+            self._touch(request, stale)
+        return missing
+
+    def _touch(self, request: Request, indices: Sequence[int]) -> None:
+        """Tell the index that records were asked for, once per tick."""
+        keys = b"".join([request.key(index) for index in indices])
+        self._catalog.touch_keys(index_keys(request.spec.namespace, keys), self.tick)
+
+    def _give_later(self, request: Request) -> None:
+        indices = list(request.later)
+        request.later.clear()
+        missing = self._from_memory(request, indices)
+        if missing:
+            self._plan(request, missing)
+
+    # --- planning ----------------------------------------------------------------------------------------------------
+    def _plan(self, request: Request, indices: Sequence[int]) -> None:
+        """Look records up and line their reads up by place; what is not there is a miss."""
+        rest = request.wants[request.next_want :]
+        if rest and request.version != self._catalog.version:
+            indices = [*indices, *(index for _, index in rest)]
+            rest = []
+        locations = self._locate(request, indices)
+        wants: list[tuple[int, int]] = []
+        absent: list[int] = []
+        for index, location in zip(indices, locations, strict=True):
+            if not location:
+                absent.append(index)
+            elif self._is_piecewise(request, location):
+                pieces = request.piecewise[index] = Pieces(index, request.key(index), location)
+                request.pieces.append(pieces)
+            else:
+                wants.append((location, index))
+        if absent:
+            self._miss(request, absent)
+        if request.closed:
+            return
+        request.wants = sorted(rest + wants)
+        request.next_want = 0
+        request.version = self._catalog.version
+
+    def _locate(self, request: Request, indices: Sequence[int]) -> list[int]:
+        """Locations of records, 0 where absent; this counts as an access."""
+        ref, catalog = request.spec.namespace, self._catalog
+        background = request.spec.flow is FlowClass.BACKGROUND
+        if len(indices) < _SCALAR_KEYS_MAX:
+            return [self._locate_one(ref, request.key(index), touch=not background) for index in indices]
+        keys = index_keys(ref, request.keys)
+        slots = catalog.index.find_many(keys if len(indices) == len(keys) else keys[indices])
+        there = slots >= 0
+        locations = np.where(there, catalog.index.locations[slots], np.uint64(0))
+        if not background:
+            catalog.touch_slots(np.unique(slots[there]), self.tick)
+        return [int(location) for location in locations.tolist()]
+
+    def _locate_one(self, ref: NamespaceRef, key: bytes, *, touch: bool) -> int:
+        key16 = index_key(ref, key)
+        key0, key1 = int.from_bytes(key16[:8], "little"), int.from_bytes(key16[8:], "little")
+        if touch:
+            self._catalog.touch(key0, key1, self.tick)
+        return self._catalog.index.get(key0, key1)
+
+    def _is_piecewise(self, request: Request, location: int) -> bool:
+        """Whether a record is read block by block: long, and not wanted whole or not going to stay in memory."""
+        length = location_pages(location) * PAGE_BYTES
+        if request.spec.ranges is not None and not request.force_cache:
+            return length > RANGE_WHOLE_BYTES
+        if length <= DEVICE_IO_BYTES_MAX:
+            return length > self._cache.arena.size_bytes // 4
+        return not self._cache.fits(length) or length > self._cache.arena.size_bytes // 4
+
+    def _miss(self, request: Request, indices: Sequence[int]) -> None:
+        """Records that the index has not: perhaps on their way to it, else gone or never there."""
+        ref = request.spec.namespace
+        absent = [index for index in indices if not self._give_pending(request, index)] if self._pending else indices
+        if absent and not request.closed:
+            keys = index_keys(ref, b"".join([request.key(index) for index in absent]))
+            for index, reason in zip(absent, self._catalog.history.reasons(keys).tolist(), strict=True):
+                request.miss(index, MissReason(reason))
+
+    def _give_pending(self, request: Request, index: int) -> bool:
+        """Answer a record that is being put: with its bytes for who accepts that, else PENDING."""
+        ref, key = request.spec.namespace, request.key(index)
+        ticket = self._pending.get(index_key(ref, key))
+        if ticket is None or ticket.spec.key != key:
+            return False
+        payload = ticket.payload if isinstance(ticket, Put) else None
+        if not request.spec.accept_pending or payload is None:
+            request.miss(index, MissReason.PENDING)
+            return True
+        facts = RecordFacts(
+            key=key,
+            record_bytes=ticket.spec.payload_bytes,
+            block_bytes=ticket.spec.block_bytes,
+            crcs=ticket.crc_table,
+            content_id=ticket.content_id,
+            header_pages=ticket.header_pages,
+            location=0,
+        )
+        request.give(index, facts, ticket.piece, payload)
+        return True
+
+    # --- starting reads ----------------------------------------------------------------------------------------------
+    def _unblock(self) -> None:
+        """Those that waited for memory try again, first in the round."""
+        while self._blocked:
+            request = self._blocked.pop()
+            request.blocked = False
+            if not request.closed and not request.queued:
+                request.queued = True
+                self._round.appendleft(request)
+
+    def _take_turns(self) -> None:
+        turns = self._round
+        while turns and self._loader.operations < READS_IN_FLIGHT_MAX:
+            request = turns.popleft()
+            request.queued = False
+            if request.closed:
+                continue
+            if self._start_one(request):
+                if not request.closed and request.has_work() and not request.queued:
+                    request.queued = True
+                    turns.append(request)
+            elif request.blocked:
+                # Others need memory as well: they would only take what this one waits for.
+                self._blocked.appendleft(request)
+                return
+
+    def _start_one(self, request: Request) -> bool:
+        """One step for a request. False when its window is full or there is no memory (`blocked`)."""
+        if request.later and request.staged_bytes < READ_WINDOW_BYTES:
+            self._give_later(request)
+            return True
+        if request.next_want < len(request.wants):
+            if request.version != self._catalog.version:
+                self._look_again(request)
+                return True
+            return self._start_run(request)
+        if request.pieces:
+            return self._start_piece(request)
+        return False
+
+    def _look_again(self, request: Request) -> None:
+        """Records moved or went since the reads of this request were planned."""
+        self._plan(request, [])
+
+    def _start_run(self, request: Request) -> bool:
+        """Join a read in flight, or start one of the next records that lie side by side."""
+        wants = request.wants
+        first = request.next_want
+        location, index = wants[first]
+        if self._is_served(request, location, index):
+            request.next_want += 1
+            return True
+        end = first + run_length(wants, first, bytes_max=READ_COALESCE_BYTES)
+        flights = self._loader.flights
+        wanted: list[tuple[int, bytes]] = []
+        last = first
+        for last in range(first, end):
+            location, index = wants[last]
+            if wanted and location == wanted[-1][0]:
+                continue
+            if location in flights or location in self._cache.at:
+                break
+            wanted.append((location, request.key(index)))
+        else:
+            last = end
+        length = sum([location_pages(location) for location, _ in wanted]) * PAGE_BYTES
+        if not request.has_window(length):
+            return False
+        started = self._loader.whole(request.spec.namespace, wanted, starter=request, flow=request.spec.flow)
+        if started is None:
+            request.blocked = True
+            return False
+        request.next_want = last
+        self._board(request, started, wants[first:last])
+        return True
+
+    def _board(self, request: Request, started: Sequence[Flight], wants: Sequence[tuple[int, int]]) -> None:
+        """Make the request the waiter of the flights it started; a key given twice waits twice."""
+        at = 0
+        for location, index in wants:
+            if started[at].location != location:
+                at += 1
+            self._join(request, index, started[at])
+        if request.force_cache:
+            for flight in started:
+                flight.wanted_in_cache = True
+
+    def _is_served(self, request: Request, location: int, index: int) -> bool:
+        """Whether the record has come into memory since, or is on its way for somebody: then this one joins."""
+        flight = self._loader.flights.get(location)
+        if flight is not None:
+            flight.wanted_in_cache |= request.force_cache
+            self._metrics.read_shared += 1
+            self._join(request, index, flight)
+            return True
+        record: CachedRecord | None = self._cache.at.get(location)
+        if record is None:
+            return False
+        if record.facts.key == request.key(index):
+            request.hit(index, record)
+        else:
+            self._collide(request, index)
+        return True
+
+    def _join(self, request: Request, index: int, flight: Flight) -> None:
+        """Wait for a flight, if it brings the very key that is wanted and not one with the same first 16 bytes."""
+        if flight.key == request.key(index):
+            flight.waiters.append((request, index))
+        else:
+            self._collide(request, index)
+
+    def _collide(self, request: Request, index: int) -> None:
+        self._metrics.key_collisions += 1
+        request.miss(index, MissReason.ABSENT)
+
+    def _start_piece(self, request: Request) -> bool:
+        """Start the next read of a record that is read in pieces: its header, or some of its blocks."""
+        pieces = request.pieces[0]
+        if pieces.index not in request.piecewise:
+            request.pieces.popleft()
+            return True
+        if request.version != self._catalog.version and not self._still_at(request, pieces):
+            return True
+        if pieces.facts is None:
+            return self._start_header(request, pieces)
+        blocks = pieces.wanted[0]
+        flight = self._loader.flights.get((pieces.location, blocks[0], blocks[1]))
+        if flight is None:
+            if not request.has_window(blocks[1]):
+                return False
+            flight = self._loader.part(
+                request.spec.namespace, pieces.facts, blocks, starter=request, flow=request.spec.flow
+            )
+            if flight is None:
+                request.blocked = True
+                return False
+        else:
+            self._metrics.read_shared += 1
+        self._join(request, pieces.index, flight)
+        pieces.wanted.popleft()
+        if not pieces.wanted:
+            request.pieces.popleft()
+        return True
+
+    def _start_header(self, request: Request, pieces: Pieces) -> bool:
+        generation = int(self._table.generation[location_segment(pieces.location)])
+        facts = self._headers.get(pieces.location, generation)
+        if facts is not None:
+            request.pieces.popleft()
+            if facts.key == pieces.key:
+                request.plan_pieces(pieces, facts)
+            else:
+                self._collide(request, pieces.index)
+            return True
+        flight = self._loader.flights.get((pieces.location, *HEADER))
+        if flight is None:
+            flight = self._loader.header(
+                request.spec.namespace, pieces.key, pieces.location, starter=request, flow=request.spec.flow
+            )
+            if flight is None:
+                request.blocked = True
+                return False
+        else:
+            self._metrics.read_shared += 1
+        self._join(request, pieces.index, flight)
+        request.pieces.popleft()
+        return True
+
+    def _still_at(self, request: Request, pieces: Pieces) -> bool:
+        """Whether the record still lies where it did; if it moved, it is read from there, if it went, it is a miss."""
+        location = self._locate_one(request.spec.namespace, pieces.key, touch=False)
+        if location == pieces.location:
+            return True
+        if location:
+            pieces.location = location
+            pieces.facts = None
+        else:
+            self._miss(request, [pieces.index])
+        return False
+
+
+def _check(spec: ReadSpec) -> None:
+    length = len(spec.keys)
+    if length % DIGEST_BYTES:
+        raise InvalidRequest(f"{length} bytes of record keys; each key has {DIGEST_BYTES} bytes")
+    if spec.content_ids is not None and len(spec.content_ids) != length // 2:
+        raise InvalidRequest(
+            f"{len(spec.content_ids)} bytes of content ids for {length // DIGEST_BYTES} keys; give 16 bytes for each"
+        )

@@ -1,0 +1,309 @@
+"""One `read` in progress: what is still owed to its sink, and how much memory it holds meanwhile."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvstore.engine.api import ReadSink, ReadSpec
+from kvstore.engine.arena import Piece
+from kvstore.engine.cache import CachedRecord, RecordFacts
+from kvstore.engine.readplan import Range, covering_blocks, ranges_per_record
+from kvstore.engine.ready import ReadyRecord
+from kvstore.limits import DEVICE_IO_BYTES_MAX, DIGEST_BYTES, READ_WINDOW_BYTES
+from kvstore.types.checksum import block_count
+from kvstore.types.results import MissReason
+
+if TYPE_CHECKING:
+    from kvstore.engine.reader import Reader
+
+_ANY_CONTENT = bytes(16)
+_WORD = 4
+
+
+class Pieces:
+    """A record that is read in block-aligned pieces: in ranges, or because it is too long for one.
+
+    Attributes:
+        facts: its header's; None until that was read, and again after the record has moved.
+        content_id: of the copy whose pieces were begun.
+        wanted: pieces that are not on their way yet.
+        left: pieces that have not arrived.
+    """
+
+    __slots__ = ("content_id", "facts", "index", "key", "left", "location", "wanted")
+
+    def __init__(self, index: int, key: bytes, location: int) -> None:
+        self.index = index
+        self.key = key
+        self.location = location
+        self.facts: RecordFacts | None = None
+        self.wanted: deque[Range] = deque()
+        self.left = 0
+        self.content_id = b""
+
+
+class Request:
+    """A `ReadHandle`, and the waiter of the flights that bring its records.
+
+    Attributes:
+        spec, sink: as given; `keys` are the spec's.
+        left: records that have not had their last answer.
+        staged_bytes: on the way from the drive for this request, or with the sink and not released.
+        wants: (location, index) of records to read, by place; `next_want` is the first that is not on its way.
+        version: of the catalog when `wants` was looked up.
+        later: records found in memory when the window was full.
+        pieces: records to read piece by piece.
+        queued, blocked: it stands in the reader's round, or among those that wait for memory.
+    """
+
+    __slots__ = (
+        "_done",
+        "_ranges",
+        "_reader",
+        "blocked",
+        "closed",
+        "force_cache",
+        "keys",
+        "later",
+        "left",
+        "next_want",
+        "pieces",
+        "piecewise",
+        "queued",
+        "sink",
+        "spec",
+        "staged_bytes",
+        "version",
+        "wants",
+    )
+
+    def __init__(self, reader: Reader, spec: ReadSpec, sink: ReadSink, *, force_cache: bool = False) -> None:
+        """Raises InvalidRequest for ranges or content ids that do not fit the keys."""
+        self.spec = spec
+        self.sink = sink
+        self.keys = spec.keys if isinstance(spec.keys, bytes) else bytes(spec.keys)
+        self.left = len(self.keys) // DIGEST_BYTES
+        self.staged_bytes = 0
+        self.closed = False
+        self.force_cache = force_cache
+        self.wants: list[tuple[int, int]] = []
+        self.next_want = 0
+        self.version = 0
+        self.later: deque[int] = deque()
+        self.pieces: deque[Pieces] = deque()
+        self.piecewise: dict[int, Pieces] = {}
+        self.queued = False
+        self.blocked = False
+        self._reader = reader
+        self._done = bytearray(self.left)
+        self._ranges = ranges_per_record(spec.ranges, self.left) if spec.ranges is not None else None
+
+    # --- ReadHandle --------------------------------------------------------------------------------------------------
+    def cancel(self) -> None:
+        """See `api.ReadHandle.cancel`. What is on its way goes on for others who wait for it."""
+        self.close()
+
+    # --- state -------------------------------------------------------------------------------------------------------
+    def key(self, index: int) -> bytes:
+        """Record key number `index`."""
+        return self.keys[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+
+    def ranges(self, index: int) -> Sequence[Range] | None:
+        """What is wanted of a record; None for all of it."""
+        return self._ranges[index] if self._ranges is not None else None
+
+    def close(self) -> None:
+        """Nothing more is owed to the sink."""
+        self.closed = True
+        self.wants.clear()
+        self.next_want = 0
+        self.later.clear()
+        self.pieces.clear()
+        self.piecewise.clear()
+
+    def has_work(self) -> bool:
+        """Whether something could be started for it, window and memory permitting."""
+        return self.next_want < len(self.wants) or bool(self.later) or bool(self.pieces)
+
+    def has_window(self, more_bytes: int) -> bool:
+        """Whether so much more may be staged: within READ_WINDOW_BYTES, but always two reads of any size."""
+        staged = self.staged_bytes
+        return staged + more_bytes <= READ_WINDOW_BYTES or staged <= more_bytes
+
+    # --- answers -----------------------------------------------------------------------------------------------------
+    def miss(self, index: int, reason: MissReason) -> None:
+        """A record ends without its bytes."""
+        if self.closed or self._done[index]:
+            return
+        self._done[index] = 1
+        self.piecewise.pop(index, None)
+        self.left -= 1
+        self.sink.missed(index, reason)
+        self._finish()
+
+    def miss_rest(self, reason: MissReason) -> None:
+        """Every record that has not ended, ends now."""
+        for index in range(len(self._done)):
+            if not self._done[index]:
+                self.miss(index, reason)
+
+    def hit(self, index: int, record: CachedRecord) -> None:
+        """A record lies in memory."""
+        if self.closed or self._done[index]:
+            return
+        record.touch()
+        self._give_whole(index, record.facts, record.piece, record.view)
+
+    def give(self, index: int, facts: RecordFacts, piece: Piece | None, payload: memoryview) -> None:
+        """A whole record, from a flight or from memory; the caller keeps its own hold on `piece`."""
+        if not self.closed and not self._done[index]:
+            self._give_whole(index, facts, piece, payload)
+
+    def _give_whole(self, index: int, facts: RecordFacts, piece: Piece | None, payload: memoryview) -> None:
+        if self.is_other_content(index, facts):
+            self.miss(index, MissReason.ABSENT)
+            return
+        if self._ranges is None:
+            self._end(index)
+            self._send(index, facts, piece, payload, 0, facts.crcs, True)
+            return
+        blocks = self.blocks(index, facts)
+        if blocks is None:
+            self.miss(index, MissReason.LAYOUT)
+            return
+        self._end(index)
+        for number, (offset, length) in enumerate(blocks, 1):
+            first = offset // facts.block_bytes * _WORD
+            crcs = facts.crcs[first : first + block_count(length, facts.block_bytes) * _WORD]
+            self._send(index, facts, piece, payload[offset : offset + length], offset, crcs, number == len(blocks))
+
+    def blocks(self, index: int, facts: RecordFacts) -> list[Range] | None:
+        """Block-aligned pieces to deliver of a record; None if it is shorter than what is wanted."""
+        wanted = self.ranges(index)
+        return covering_blocks(
+            wanted if wanted is not None else [(0, facts.record_bytes)],
+            record_bytes=facts.record_bytes,
+            block_bytes=facts.block_bytes,
+            piece_bytes_max=DEVICE_IO_BYTES_MAX,
+        )
+
+    def is_other_content(self, index: int, facts: RecordFacts) -> bool:
+        """Whether the reader pinned another writer's copy."""
+        ids = self.spec.content_ids
+        if ids is None:
+            return False
+        wanted = ids[index * 16 : index * 16 + 16]
+        return wanted not in (facts.content_id, _ANY_CONTENT)
+
+    def _end(self, index: int) -> None:
+        self._done[index] = 1
+        self.left -= 1
+
+    def _send(
+        self,
+        index: int,
+        facts: RecordFacts,
+        piece: Piece | None,
+        data: memoryview,
+        offset: int,
+        crcs: bytes,
+        last: bool,
+    ) -> None:
+        if piece is not None:
+            piece.hold()
+        self.staged_bytes += len(data)
+        self.sink.ready(
+            ReadyRecord(
+                index,
+                facts.record_bytes,
+                facts.block_bytes,
+                offset,
+                data,
+                crcs,
+                facts.content_id,
+                last,
+                piece,
+                self.released,
+            )
+        )
+        if last:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self.left == 0 and not self.closed:
+            self.close()
+            self.sink.finished()
+
+    def released(self, length_bytes: int) -> None:
+        """The sink let go of an item."""
+        self.staged_bytes -= length_bytes
+        self._reader.memory_came_back(self)
+
+    # --- Waiter ------------------------------------------------------------------------------------------------------
+    def loaded(
+        self, index: int, facts: RecordFacts, piece: Piece, *, payload: memoryview, offset: int, crcs: bytes
+    ) -> None:
+        """See `loads.Waiter`."""
+        if self.closed or self._done[index]:
+            return
+        pieces = self.piecewise.get(index)
+        if pieces is None:
+            self._give_whole(index, facts, piece, payload)
+            return
+        pieces.left -= 1
+        last = pieces.left == 0
+        if last:
+            del self.piecewise[index]
+            self._end(index)
+        self._send(index, facts, piece, payload, offset, crcs, last)
+
+    def headed(self, index: int, facts: RecordFacts) -> None:
+        """See `loads.Waiter`: now it is known which blocks to read."""
+        pieces = self.piecewise.get(index)
+        if pieces is not None:
+            self.plan_pieces(pieces, facts)
+            self._reader.activate(self)
+
+    def plan_pieces(self, pieces: Pieces, facts: RecordFacts) -> None:
+        """The header of a record that is read in pieces is known."""
+        if pieces.content_id:
+            self._resume_pieces(pieces, facts)
+            return
+        blocks = self.blocks(pieces.index, facts)
+        if self.is_other_content(pieces.index, facts):
+            self.miss(pieces.index, MissReason.ABSENT)
+        elif blocks is None:
+            self.miss(pieces.index, MissReason.LAYOUT)
+        elif blocks == [(0, 0)]:
+            self._end(pieces.index)
+            self.piecewise.pop(pieces.index, None)
+            self._send(pieces.index, facts, None, memoryview(b""), 0, b"", True)
+        else:
+            pieces.facts = facts
+            pieces.content_id = facts.content_id
+            pieces.wanted.extend(blocks)
+            pieces.left = len(blocks)
+            self.pieces.append(pieces)
+
+    def _resume_pieces(self, pieces: Pieces, facts: RecordFacts) -> None:
+        """The record was moved while it was being read: go on there, unless it is another writer's copy by now."""
+        if facts.content_id != pieces.content_id:
+            self.miss(pieces.index, MissReason.EVICTED)
+        else:
+            pieces.facts = facts
+            self.pieces.append(pieces)
+
+    def failed(self, index: int, reason: MissReason) -> None:
+        """See `loads.Waiter`."""
+        self.miss(index, reason)
+
+    def launched(self, length_bytes: int) -> None:
+        """See `loads.Waiter`."""
+        self.staged_bytes += length_bytes
+
+    def landed(self, length_bytes: int) -> None:
+        """See `loads.Waiter`."""
+        self.staged_bytes -= length_bytes
+        self._reader.memory_came_back(self)
