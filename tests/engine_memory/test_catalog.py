@@ -1,0 +1,113 @@
+"""The catalog: index, scores, pins and history always tell one story."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.engine.catalog import Catalog
+from kvstore.engine.history import Event, Fate, History
+from kvstore.engine.location import U64, location_pages, location_segment, pack_location
+from kvstore.limits import PAGE_BYTES
+from kvstore.types.results import MissReason
+
+SEGMENTS = 3
+
+
+def keys_of(names: list[int]) -> U64:
+    return np.array([(name * 7919, name) for name in names], dtype=np.uint64).reshape(-1, 2)
+
+
+verbs = st.sampled_from(["commit", "touch", "move", "evict", "delete", "quarantine", "pin", "unpin", "stale"])
+steps = st.lists(st.tuples(verbs, st.lists(st.integers(1, 12), min_size=1, max_size=12)), max_size=40)
+
+
+@given(steps, st.integers(1, 3))
+def test_live_bytes_equal_the_sum_of_valid_records(steps: list[tuple[str, list[int]]], size: int) -> None:
+    catalog = Catalog(entries_max=1000, segment_count=SEGMENTS, seed=1)
+    model: dict[int, int] = {}
+    pins: dict[int, int] = {}
+    held: list[list[int]] = []
+    for tick, (verb, names) in enumerate(steps, 1):
+        distinct = sorted(set(names))
+        fresh = [
+            pack_location(segment=at % SEGMENTS, page=tick * 50 + at, pages=size + at % 2, depth=at)
+            for at in range(len(names))
+        ]
+        at = np.array([model.get(name, 0) for name in distinct], dtype=np.uint64)
+        if verb == "commit":
+            assert catalog.commit_many(keys_of(names), np.array(fresh, dtype=np.uint64), tick).all()
+            model.update(zip(names, fresh, strict=True))
+        elif verb == "touch":
+            catalog.touch_keys(keys_of(names), tick)
+        elif verb == "move":
+            new = np.array(fresh[: len(distinct)], dtype=np.uint64)
+            moved = catalog.move(keys_of(distinct), old=at, new=new)
+            for name, did, place in zip(distinct, moved.tolist(), new.tolist(), strict=True):
+                assert did == (name in model)
+                if did:
+                    model[name] = place
+        elif verb in ("evict", "quarantine"):
+            gone = getattr(catalog, verb)(keys_of(distinct), at, tick)
+            assert gone.tolist() == [name in model for name in distinct]
+            reason = MissReason.EVICTED if verb == "evict" else MissReason.CORRUPT
+            there = [name for name in distinct if name in model]
+            assert set(catalog.history.reasons(keys_of(there)).tolist()) <= {reason}
+            for name in there:
+                del model[name]
+        elif verb == "stale":
+            assert not catalog.evict(keys_of(distinct), at + np.uint64(1), tick).any()
+        elif verb == "delete":
+            removed = catalog.delete(keys_of(names), tick).tolist()
+            assert sorted(place for place in removed if place) == sorted(model.pop(n) for n in distinct if n in model)
+        elif verb == "pin":
+            slots = catalog.index.find_many(keys_of(distinct))
+            slots = slots[slots >= 0]
+            before = catalog.pinned_bytes
+            free = catalog.pinnable_bytes(slots)
+            catalog.pin(slots)
+            assert catalog.pinned_bytes == before + free
+            held.append([name for name in distinct if name in model])
+        elif held:
+            catalog.unpin(keys_of(held.pop()))
+        for name in set(pins) - set(model):
+            del pins[name]
+        everyone = list(model)
+        assert catalog.lookup(keys_of(everyone)).tolist() == list(model.values())
+        assert catalog.valid(keys_of(everyone), np.array(list(model.values()), dtype=np.uint64)).all()
+        assert catalog.scores.live_bytes == sum(map(location_pages, model.values())) * PAGE_BYTES
+        for segment in range(SEGMENTS):
+            mine = [name for name, place in model.items() if location_segment(place) == segment]
+            assert catalog.scores.live_records[segment] == len(mine)
+            ticks = catalog.ticks(keys_of(mine)).astype(np.int64)
+            weights = np.array([location_pages(model[name]) for name in mine], dtype=np.int64)
+            assert catalog.scores._access_sum[segment] == (ticks * weights).sum()
+        pinned = catalog.pinned(keys_of(everyone))
+        assert catalog.pinned_bytes == sum(
+            location_pages(place) * PAGE_BYTES
+            for place, is_pinned in zip(model.values(), pinned, strict=True)
+            if is_pinned
+        )
+
+
+def test_history_is_a_ring_that_knows_the_last_of_each_key() -> None:
+    history = History(4, seed=1)
+    history.note(keys_of([1, 2]), Fate.EVICTED, tick=5)
+    history.note(keys_of([1]), Fate.DELETED, tick=6)
+    history.note(keys_of([3]), Fate.QUARANTINED, tick=7)
+    assert history.reasons(keys_of([1, 2, 3, 4])).tolist() == [
+        MissReason.ABSENT,
+        MissReason.EVICTED,
+        MissReason.CORRUPT,
+        MissReason.ABSENT,
+    ]
+    key = keys_of([2])[0].tolist()
+    assert history.event(key[0], key[1]) == Event(fate=Fate.EVICTED, tick=5)
+    history.note(keys_of([4, 5]), Fate.EVICTED, tick=8)  # overwrites the two oldest events
+    assert history.event(key[0], key[1]) is None
+    first = keys_of([1])[0].tolist()
+    assert history.event(first[0], first[1]) == Event(fate=Fate.DELETED, tick=6)
+    history.note(keys_of(list(range(10, 30))), Fate.EVICTED, tick=9)
+    assert len(history) == 4
+    assert history.reasons(keys_of([29, 25])).tolist() == [MissReason.EVICTED, MissReason.ABSENT]
