@@ -147,7 +147,7 @@ class NodeSettings(BaseSettings):
     cluster: str = Field("", description="cluster store; empty is a node on its own")
     node_id: str = Field("", description="name of the node; empty lets the first start choose one and keep it")
     transport: Literal["tcp", "auto", "rdma"] = Field("auto", description="how payload travels")
-    device: Literal["auto", "uring", "liburing", "threads"] = Field("auto", description="how the drive is driven")
+    device: Literal["auto", "uring", "threads"] = Field("auto", description="how the drive is driven")
     queue_depth: int = Field(QUEUE_DEPTH_DEFAULT, ge=1, le=QUEUE_DEPTH_MAX, description="operations in flight a drive")
     segment_bytes: Size = Field(0, description="size of a segment of a new drive; 0 chooses by its capacity")
     write_amplification_max: float = Field(

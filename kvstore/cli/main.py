@@ -71,7 +71,7 @@ def serve(
     cluster: Annotated[str | None, typer.Option(help="Cluster store; empty is a node on its own.")] = None,
     node_id: Annotated[str | None, typer.Option(help="Name of the node. [chosen at the first start]")] = None,
     transport: Annotated[str | None, typer.Option(help="tcp, auto or rdma. [auto]")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, uring, liburing or threads. [auto]")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, uring or threads. [auto]")] = None,
     queue_depth: Annotated[str | None, typer.Option(help="Operations in flight for each drive. [32]")] = None,
     segment_bytes: Annotated[str | None, typer.Option(help="Segment of a new drive; 0 is by capacity. [0]")] = None,
     write_amplification_max: Annotated[str | None, typer.Option(help="Bound of re-insertion. [1.3]")] = None,

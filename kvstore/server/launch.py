@@ -48,7 +48,7 @@ class WorkerLaunch:
         advertise: name or address to report in place of a wildcard host (0.0.0.0, ::); "" where there is none.
         data_port: port on each of them; 0 is any free one.
         cache_bytes, staging_bytes: of this worker; cache 0 is off.
-        device: "auto", "uring", "liburing" or "threads".
+        device: "auto", "uring" or "threads".
         queue_depth: operations in flight for each drive.
         segment_bytes: 0 lets a new drive choose by its capacity; ignored by a drive that is formatted already.
         write_amplification_max: bound of re-insertion.

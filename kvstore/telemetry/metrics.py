@@ -194,10 +194,8 @@ class EngineMetrics:
 class DeviceMetrics:
     """One drive and its dispatch queue."""
 
-    mode: str = info("kvstore_device_mode", "How bytes are moved: uring, liburing, threads or memory", label="mode")
-    mode_reason: str = info(
-        "kvstore_device_mode", "How bytes are moved: uring, liburing, threads or memory", label="reason"
-    )
+    mode: str = info("kvstore_device_mode", "How bytes are moved: uring, threads or memory", label="mode")
+    mode_reason: str = info("kvstore_device_mode", "How bytes are moved: uring, threads or memory", label="reason")
     direct_io: int = gauge("kvstore_device_direct_io", "1 when the page cache is bypassed", merge=Merge.MIN)
     healthy: int = gauge("kvstore_device_healthy", "0 when the drive failed too often to be trusted", merge=Merge.MIN)
     queue_depth: int = gauge("kvstore_device_queue_depth", "Operations the drive may have in flight")
