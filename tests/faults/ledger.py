@@ -97,7 +97,9 @@ class Ledger:
     def __init__(self) -> None:
         self._fates: dict[int, Fate] = {}
         self._before: dict[int, Fate] = {}  # of keys with an operation in progress
-        self._loose: set[int] = set()  # a put of unknown outcome may still land, after a later delete too
+        # A call of unknown outcome may still land, after a later one of known outcome too.
+        self._loose: set[int] = set()
+        self._aging: set[int] = set()
         self.events: Counter[tuple[Deed, Outcome]] = Counter()
 
     def fate(self, key: int) -> Fate:
@@ -128,20 +130,23 @@ class Ledger:
         if outcome is Outcome.REFUSED:
             self._fates[key] = before
         elif outcome is Outcome.UNKNOWN:
-            if deed is not Deed.DELETE:
-                self._loose.add(key)
+            self._loose.add(key)
+        elif key in self._loose or key in self._aging:
+            self._fates[key] = Fate.UNSURE
         elif deed is Deed.DELETE:
-            self._fates[key] = Fate.UNSURE if key in self._loose else Fate.ABSENT
+            self._fates[key] = Fate.ABSENT
         elif deed is Deed.POWER_PUT or before is Fate.SYNCED:
             self._fates[key] = Fate.SYNCED
         else:
             self._fates[key] = Fate.STORED
 
     def observe(self, found: Mapping[int, bool]) -> Observation:
-        """Compare with what a store answers that was started anew and that nobody writes to; it is the truth from then on.
+        """Compare with what a store answers that nobody writes to any more; it is the truth from then on.
+
+        What may still land from calls that were given up stays unsure until the observation after this one.
 
         Args:
-            found: for each key whether it was a hit. Keys of operations that never ended are taken as unsure.
+            found: for each key whether it was a hit.
         """
         observation = Observation()
         for key, is_hit in found.items():
@@ -155,11 +160,13 @@ class Ledger:
             elif fate is Fate.UNSURE:
                 observation.unsure += 1
                 observation.unsure_hits += is_hit
-            if fate is not Fate.NEVER:
+            if key in self._loose:
+                self._fates[key] = Fate.UNSURE
+            elif fate is not Fate.NEVER:
                 synced = is_hit and fate is Fate.SYNCED
                 self._fates[key] = Fate.SYNCED if synced else Fate.STORED if is_hit else Fate.ABSENT
+        self._aging, self._loose = self._loose | set(self._before), set()
         self._before.clear()
-        self._loose.clear()
         return observation
 
 

@@ -39,7 +39,8 @@ DONE, REFUSED, UNKNOWN, BEGUN = Outcome.DONE, Outcome.REFUSED, Outcome.UNKNOWN, 
         ([(PUT, DONE), (DELETE, UNKNOWN)], Fate.UNSURE),
         ([(PUT, DONE), (DELETE, DONE), (PUT, BEGUN)], Fate.UNSURE),
         ([(PUT, UNKNOWN), (DELETE, DONE)], Fate.UNSURE),
-        ([(PUT, UNKNOWN), (PUT, DONE)], Fate.STORED),
+        ([(PUT, UNKNOWN), (PUT, DONE)], Fate.UNSURE),
+        ([(DELETE, UNKNOWN), (PUT, DONE)], Fate.UNSURE),
     ],
 )
 def test_fates(steps: list[tuple[Deed, Outcome]], fate: Fate) -> None:
@@ -67,10 +68,18 @@ def test_observations(steps: list[tuple[Deed, Outcome]], is_hit: bool, wrong: st
 
 
 def test_what_was_observed_is_the_truth_from_then_on() -> None:
-    ledger = ledger_of((PUT, UNKNOWN))
+    ledger = ledger_of((PUT, DONE))
     ledger.observe({1: True})
     assert ledger.observe({1: False}).lost == [1]
     assert ledger.fate(1) is Fate.ABSENT
+    assert ledger.observe({1: True}).resurrected == [1]
+
+
+def test_what_may_still_land_is_unsure_for_one_more_observation() -> None:
+    ledger = ledger_of((PUT, UNKNOWN))
+    assert ledger.observe({1: False}).resurrected == []
+    assert ledger.observe({1: True}).resurrected == []
+    assert ledger.observe({1: False}).lost == [1]
 
 
 def test_outcomes_of_results() -> None:
