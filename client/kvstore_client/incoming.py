@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 
-from kvstore.errors import FormatUnsupported
+from kvstore.errors import Unavailable
 from kvstore.types.checksum import crc_table, crc_table_fragments
 from kvstore.types.results import MissReason
 from kvstore.wire.slices import NO_CONTENT_ID, Slice
@@ -28,19 +28,21 @@ class IncomingRecord:
         status: OPEN, HIT, or a MissReason code.
         content_id: Of the copy that arrives; zeros until known. A re-ask names it, and gets this copy or a miss.
         record_bytes: Length of the whole record, -1 until known.
-        corrupt: Blocks that did not match, over all attempts.
+        is_doubtful: The bytes that came did not match their checksums, or were of two copies: worth asking again.
+        mismatches: How often that happened, over all attempts.
     """
 
     __slots__ = (
         "_arrived",
         "_base_bytes",
         "_exact",
-        "_room_bytes",
         "_region",
+        "_room_bytes",
         "_spans",
         "_whole_until",
         "content_id",
-        "corrupt",
+        "is_doubtful",
+        "mismatches",
         "record_bytes",
         "status",
     )
@@ -63,12 +65,13 @@ class IncomingRecord:
         self._exact = exact
         self._spans = spans
         self.content_id = content_id
-        self.corrupt = 0
+        self.mismatches = 0
         self.restart()
 
     def restart(self) -> None:
         """Forgets what arrived, before the record is asked for again."""
         self.status = OPEN
+        self.is_doubtful = False
         self.record_bytes = -1
         self._whole_until = 0
         self._arrived: list[tuple[int, int]] = []
@@ -81,7 +84,7 @@ class IncomingRecord:
             waste: At least SLICE_BYTES_MAX that nobody looks at, for bytes that came too late.
 
         Raises:
-            FormatUnsupported: The node broke the protocol; nothing more from this connection can be trusted.
+            Unavailable: The node broke the protocol; nothing more from this connection can be trusted.
         """
         length = piece.length_bytes
         if piece.status:
@@ -93,12 +96,12 @@ class IncomingRecord:
         if not length:
             return []
         if len(piece.crcs) != 4 * -(-length // piece.block_bytes):
-            raise FormatUnsupported(
+            raise Unavailable(
                 f"node sent {length} bytes with {len(piece.crcs) // 4} CRC words of {piece.block_bytes}-byte blocks"
             )
         end = piece.offset + length
         if end != piece.record_bytes and length % piece.block_bytes:
-            raise FormatUnsupported(f"node sent {length} bytes that end inside a block of {piece.block_bytes} bytes")
+            raise Unavailable(f"node sent {length} bytes that end inside a block of {piece.block_bytes} bytes")
         if self._spans is None:
             return self._region.cut(self._base_bytes + piece.offset, length)
         return self._land_spans(self._spans, piece.offset, end)
@@ -112,8 +115,7 @@ class IncomingRecord:
             block_bytes = piece.block_bytes
             found = crc_table(views[0], block_bytes) if len(views) == 1 else crc_table_fragments(views, block_bytes)
             if found != piece.crcs:
-                self.corrupt += 1
-                self.status = _CORRUPT
+                self._doubt()
                 return
             if piece.offset == self._whole_until:
                 self._whole_until += length
@@ -121,7 +123,7 @@ class IncomingRecord:
                 insort(self._arrived, (piece.offset, piece.offset + length))
         if piece.last:
             if not self._is_complete():
-                raise FormatUnsupported(f"node ended a record of {piece.record_bytes} bytes before all had been sent")
+                raise Unavailable(f"node ended a record of {piece.record_bytes} bytes before all had been sent")
             self.status = HIT
 
     @property
@@ -142,9 +144,14 @@ class IncomingRecord:
             self.record_bytes = piece.record_bytes
         if piece.content_id != self.content_id or piece.record_bytes != self.record_bytes:
             self.content_id = NO_CONTENT_ID
-            self.status = _CORRUPT
+            self._doubt()
             return False
         return True
+
+    def _doubt(self) -> None:
+        self.mismatches += 1
+        self.is_doubtful = True
+        self.status = _CORRUPT
 
     def _has_wrong_length(self, record_bytes: int) -> bool:
         if self._exact:

@@ -1,7 +1,8 @@
 """Which records a call asks which target for, and what the answers mean together. Pure.
 
-Records of a call are numbered section by section: record `r` belongs to key `r % key_count`, and section `r // key_count`
-is one shard of one record kind (the dense record, or a sparse part). So a section's record keys are one blob.
+Records of a call are numbered section by section: record `r` belongs to key `r % key_count`, and section
+`r // key_count` is one shard of one record kind (the dense record, or a sparse part). So a section's record keys are
+one blob.
 """
 
 from __future__ import annotations

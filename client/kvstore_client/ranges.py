@@ -1,4 +1,4 @@
-"""Which bytes of a record a read wants: byte ranges or layers, in the order in which they land in the caller's buffer. Pure."""
+"""Which bytes of a record a read wants, by ranges or by layers, in the order in which they land in the buffer. Pure."""
 
 from __future__ import annotations
 

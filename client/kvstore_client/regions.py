@@ -1,7 +1,7 @@
 """The caller's memory as flat byte views: buffers, (address, length) pairs and sequences of fragments of these.
 
-Nothing here copies payload. Views keep the caller's objects alive; memory behind an (address, length) pair is the caller's
-to keep until the call returns.
+Nothing here copies payload. Views keep the caller's objects alive; memory behind an (address, length) pair is the
+caller's to keep until the call returns.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ import ctypes
 import mmap
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias, cast
 
 from kvstore.errors import InvalidRequest
 from kvstore.limits import FRAGMENTS_PER_ITEM_MAX
+from kvstore.types.buffers import Buffer, view_of
 
-if TYPE_CHECKING:
-    from kvstore.types.buffers import Buffer
-
-    Fragment: TypeAlias = "Buffer | tuple[int, int]"
-    Item: TypeAlias = "Fragment | Sequence[Fragment]"
+Fragment: TypeAlias = "Buffer | tuple[int, int]"
+Item: TypeAlias = "Fragment | Sequence[Fragment]"
 
 _EMPTY = memoryview(b"")
 
@@ -80,7 +78,7 @@ def region_of(item: Item, *, index: int, writable: bool) -> Region:
         if len(item) > FRAGMENTS_PER_ITEM_MAX:
             raise InvalidRequest(f"item {index} has {len(item)} fragments; pass at most {FRAGMENTS_PER_ITEM_MAX}")
         return Region([_view(fragment, index, writable) for fragment in item] or [_EMPTY])
-    return Region([_view(item, index, writable)])
+    return Region([_view(cast("Fragment", item), index, writable)])
 
 
 def allocate(length_bytes: int, *, prefault: bool = False) -> memoryview:
@@ -111,7 +109,7 @@ def _view(fragment: Fragment, index: int, writable: bool) -> memoryview:
     if isinstance(fragment, tuple):
         return _address_view(fragment, index)
     try:
-        view = memoryview(fragment)
+        view = view_of(fragment)
     except (TypeError, BufferError) as error:
         raise InvalidRequest(
             f"item {index} is a {type(fragment).__name__}, which gives no memory ({error}); "

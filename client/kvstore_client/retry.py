@@ -1,4 +1,4 @@
-"""When to try again and when to stop asking: a retry budget, full-jitter back-off, a circuit breaker. Pure: time is an argument."""
+"""When to try again and when to stop: a retry budget, full-jitter back-off, a circuit breaker. Time is an argument."""
 
 from __future__ import annotations
 

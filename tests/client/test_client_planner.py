@@ -62,7 +62,9 @@ def test_one_target_takes_everything_in_section_order() -> None:
 
 
 def test_no_keys_need_no_target() -> None:
-    plan = plan_records(KeyChain(), layout=LAYOUT, sections=sections_of(LAYOUT, shards=(0,), parts=(None,)), target_of="t")
+    plan = plan_records(
+        KeyChain(), layout=LAYOUT, sections=sections_of(LAYOUT, shards=(0,), parts=(None,)), target_of="t"
+    )
     assert plan.batches == ()
     assert key_statuses(plan, gather_statuses(plan, [])) == b""
 

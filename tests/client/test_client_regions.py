@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest
-from kvstore.types.layout import ByteRange, KVLayout
+from kvstore.types.layout import ByteRange, KVLayout, ShardAxis
 from kvstore.types.part import Part
 from kvstore_client.planner import Section, sections_of
 from kvstore_client.ranges import select, span_bytes
@@ -123,8 +123,13 @@ def test_ranges_are_shared_or_per_key() -> None:
 
 def test_layers_of_a_layer_shard_are_its_own() -> None:
     layout = KVLayout(
-        chunk_tokens=4, dtype="x", layers=4, shards=2, shard_axis="layers", parts=(Part(name="kv", entry_bytes=8),)
-    )  # type: ignore[arg-type]
+        chunk_tokens=4,
+        dtype="x",
+        layers=4,
+        shards=2,
+        shard_axis=ShardAxis.LAYERS,
+        parts=(Part(name="kv", entry_bytes=8),),
+    )
     sections = sections_of(layout, shards=(0, 1), parts=(None,))
     chosen = select(layout, sections, key_count=1, part=None, layers=[1, 2], ranges=None)
     assert [chosen.spans(section, 0) for section in (0, 1)] == [((32, 64),), ((0, 32),)]

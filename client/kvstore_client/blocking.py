@@ -1,0 +1,202 @@
+"""Drives verbs on the calling thread: one connection with the kernel waiting, several in one selector loop."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.errors import Closed, DeadlineExceeded, KVStoreError, Overloaded
+from kvstore.limits import CALLS_WAITING_MAX
+from kvstore_client.connection import READ, Connection, Steps
+from kvstore_client.core import ClientCore
+from kvstore_client.rounds import Job, Round, T, Verb, broken_circuit, perform, settle
+from kvstore_client.target import TargetLink
+
+_EVENTS = {READ: select.POLLIN}
+
+
+class BlockingDriver:
+    """Runs verbs for any number of threads; each waits for its own.
+
+    A thread takes its connections in the order of target ids, so that threads that need several can't wait for each
+    other in a circle.
+    """
+
+    def __init__(self, core: ClientCore) -> None:
+        self._core = core
+        self._changed = threading.Condition()
+        self._waiting = 0
+        self._closed = False
+
+    def run(self, verb: Verb[T]) -> T:
+        """The result of a verb. Raises InvalidRequest, or Closed when the client is or gets closed."""
+        try:
+            step = next(verb)
+            while True:
+                if isinstance(step, int):
+                    self._pause(step)
+                else:
+                    self._round(step)
+                if self._closed:
+                    raise Closed("the client was closed during the call")
+                step = verb.send(None)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            verb.close()
+
+    def close(self) -> None:
+        """Wakes every call in progress, which then raises Closed, and closes all connections."""
+        with self._changed:
+            self._closed = True
+            for link in self._core.links():
+                link.interrupt()
+            self._changed.notify_all()
+
+    def check_open(self) -> None:
+        """Raises Closed."""
+        if self._closed:
+            raise Closed("the client is closed; make a new one")
+
+    def _pause(self, length_ns: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed, length_ns / 1e9)
+
+    def _round(self, jobs: Round) -> None:
+        if len(jobs) == 1:
+            held = self._take(jobs[0])
+            if held is not None:
+                self._run_alone(held)
+            return
+        running = []
+        for job in sorted(jobs, key=lambda job: job.target):
+            held = self._take(job)
+            if held is not None:
+                running.append(held)
+        self._run_together(running)
+
+    def _take(self, job: Job) -> _Held | None:
+        """A connection for `job`; None, with `job.failure` set, when there is none."""
+        try:
+            with self._changed:
+                link = self._core.link(job.target)
+                if not link.breaker.allows(time.monotonic_ns()):
+                    raise broken_circuit(link, time.monotonic_ns())
+                return _Held(job=job, link=link, connection=self._wait_for_connection(link, job))
+        except KVStoreError as error:
+            job.failure = error
+            job.is_stale = False
+            return None
+
+    def _wait_for_connection(self, link: TargetLink, job: Job) -> Connection:
+        while True:
+            self.check_open()
+            now_ns = time.monotonic_ns()
+            connection = link.take(job.flow, now_ns)
+            if connection is not None:
+                return connection
+            if self._waiting >= CALLS_WAITING_MAX:
+                raise Overloaded(
+                    f"{self._waiting} calls of this process wait for a connection to {link.id}, the limit is "
+                    f"{CALLS_WAITING_MAX}; use fewer threads or larger batches"
+                )
+            if now_ns >= job.deadline_ns:
+                raise DeadlineExceeded(f"all connections to {link.id} were in use until the call's deadline")
+            self._waiting += 1
+            try:
+                self._changed.wait((job.deadline_ns - now_ns) / 1e9)
+            finally:
+                self._waiting -= 1
+
+    def _give_back(self, held: _Held) -> None:
+        with self._changed:
+            settle(self._core, held.link, held.job, held.connection, time.monotonic_ns())
+            if self._closed:
+                held.connection.close()
+            if self._waiting:
+                self._changed.notify()
+
+    def _run_alone(self, held: _Held) -> None:
+        connection = held.connection
+        connection.blocking = True
+        steps = perform(held.link, held.job, connection)
+        try:
+            want = next(steps)
+            poller = select.poll()
+            poller.register(connection.fileno(), _EVENTS.get(want, select.POLLOUT))
+            while True:
+                is_ready = poller.poll(_wait_ms(connection.deadline_ns))
+                want = next(steps) if is_ready else steps.throw(_late(connection))
+                poller.modify(connection.fileno(), _EVENTS.get(want, select.POLLOUT))
+        except StopIteration:
+            pass
+        finally:
+            steps.close()
+            self._give_back(held)
+
+    def _run_together(self, running: Sequence[_Held]) -> None:
+        poller = select.poll()
+        waiting: dict[int, tuple[_Held, Steps]] = {}
+        try:
+            for held in running:
+                held.connection.blocking = False
+                steps = perform(held.link, held.job, held.connection)
+                self._go_on(poller, waiting, held, steps)
+            while waiting:
+                first_ns = min(held.connection.deadline_ns for held, _ in waiting.values())
+                for fileno, _ in poller.poll(_wait_ms(first_ns)):
+                    held, steps = waiting.pop(fileno)
+                    poller.unregister(fileno)
+                    self._go_on(poller, waiting, held, steps)
+                now_ns = time.monotonic_ns()
+                for fileno, (held, steps) in list(waiting.items()):
+                    if held.connection.deadline_ns <= now_ns:
+                        del waiting[fileno]
+                        poller.unregister(fileno)
+                        self._go_on(poller, waiting, held, steps, late=True)
+        finally:
+            for _, steps in waiting.values():
+                steps.close()
+            for held in running:
+                held.connection.blocking = True
+                self._give_back(held)
+
+    @staticmethod
+    def _go_on(
+        poller: select.poll,
+        waiting: dict[int, tuple[_Held, Steps]],
+        held: _Held,
+        steps: Steps,
+        *,
+        late: bool = False,
+    ) -> None:
+        """Advances one job until it waits again, and registers what for."""
+        try:
+            want = steps.throw(_late(held.connection)) if late else next(steps)
+        except StopIteration:
+            return
+        fileno = held.connection.fileno()
+        poller.register(fileno, _EVENTS.get(want, select.POLLOUT))
+        waiting[fileno] = (held, steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """A job and the connection it runs on."""
+
+    job: Job
+    link: TargetLink
+    connection: Connection
+
+
+def _wait_ms(deadline_ns: int) -> int:
+    """Milliseconds for poll, rounded up so that it does not return just before the deadline."""
+    return max(0, -(-(deadline_ns - time.monotonic_ns()) // 1_000_000))
+
+
+def _late(connection: Connection) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the call's deadline passed while it waited for the node at {connection.address}")

@@ -1,0 +1,146 @@
+"""`KVClient`: the blocking client, for any number of threads."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from kvstore.errors import Closed, InvalidRequest, KVStoreError
+from kvstore.limits import SECOND_NS
+from kvstore.types.flow import FlowClass
+from kvstore.types.namespace import Namespace
+from kvstore_client.blocking import BlockingDriver
+from kvstore_client.core import ClientCore
+from kvstore_client.namespace_handle import BoundNamespace
+from kvstore_client.options import ClientOptions, parse_flow
+from kvstore_client.process import ProcessState
+from kvstore_client.regions import allocate
+from kvstore_client.rounds import refresh_view
+from kvstore_client.stats import Counters
+from kvstore_client.writer import Session
+
+__all__ = ["BoundNamespace", "KVClient", "client_options"]
+
+
+class KVClient:
+    """A client of the store. Make one per process with `connect`; close it, or use it in a `with` block.
+
+    Thread-safe: at most `connections_per_target` calls at a time talk to one target, the others wait within their
+    deadlines. After a fork the child opens connections of its own; the parent's stay untouched.
+    """
+
+    def __init__(self, addresses: tuple[str, ...], options: ClientOptions) -> None:
+        """Connects nowhere yet; see `connect`."""
+        self._addresses = addresses
+        self._counters = Counters()
+        self._is_closed = False
+        self._sessions: dict[int, Session] = {}
+        self.options = options
+        self.session()
+
+    @classmethod
+    def connect(
+        cls,
+        address: str | Sequence[str],
+        *,
+        flow: str | FlowClass = FlowClass.DECODE_READ,
+        token: str | bytes = b"",
+        deadline: float | None = None,
+        lazy: bool = False,
+        options: ClientOptions | None = None,
+    ) -> Self:
+        """A client that has seen the view.
+
+        Args:
+            address: "host:port" of any node, or several: its gRPC port or a data port. The rest is found by the view.
+            flow: Class of this client's reads.
+            token: The tenant's token.
+            deadline: Seconds that a call may take when it names no deadline; None is 30 s.
+            lazy: Do not connect now; the first call does. Until a node answers, everything is a miss.
+            options: The rest; `flow`, `token` and `deadline` replace what it says of them where they are given.
+
+        Raises:
+            Unavailable, DeadlineExceeded: No node answered (not when `lazy`).
+            Denied: The token is not accepted.
+            InvalidRequest: An address or option makes no sense.
+        """
+        addresses = (address,) if isinstance(address, str) else tuple(address)
+        client = cls(addresses, client_options(flow=flow, token=token, deadline=deadline, base=options))
+        if not lazy:
+            try:
+                client.refresh()
+            except BaseException:
+                client.close()
+                raise
+        return client
+
+    def namespace(self, namespace: Namespace) -> BoundNamespace:
+        """The verbs of a namespace. Asks nobody: nodes learn of it with the first write."""
+        return BoundNamespace(self, namespace)
+
+    def refresh(self) -> None:
+        """Asks for the view now. Raises Unavailable, DeadlineExceeded or Denied when no node gave it."""
+        session = self.session()
+        until_ns = time.monotonic_ns() + self.options.deadline_ns
+        failure: KVStoreError | None = session.driver.run(refresh_view(session.core, until_ns))
+        if failure is not None:
+            raise failure
+
+    def alloc(self, length_bytes: int, *, prefault: bool = False) -> memoryview:
+        """Memory that suits transfers: writable, page-aligned, freed with the last view of it."""
+        return allocate(length_bytes, prefault=prefault)
+
+    def stats(self) -> Mapping[str, int]:
+        """The client's counters by name (see `kvstore_client.stats.Counters`), this process's only."""
+        return self._counters.snapshot()
+
+    def session(self) -> Session:
+        """This process's core and driver; a forked child gets new ones. Raises Closed."""
+        if self._is_closed:
+            raise Closed("the client is closed; make a new one")
+        found = self._sessions.get(os.getpid())
+        return found if found is not None else self._begin_session()
+
+    def close(self) -> None:
+        """Ends calls in progress with Closed and closes all connections of this process. Idempotent."""
+        self._is_closed = True
+        session = self._sessions.get(os.getpid())
+        if session is not None and not session.is_closed:
+            session.is_closed = True
+            session.driver.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _begin_session(self) -> Session:
+        """State for this process. What was copied from the parent is forgotten, its sockets left alone."""
+        counters = Counters() if self._sessions else self._counters
+        core = ClientCore(self._addresses, self.options, counters)
+        session = self._sessions.setdefault(core.pid, ProcessState(core, BlockingDriver(core)))
+        self._counters = session.core.counters
+        return session
+
+
+def client_options(
+    *, flow: str | FlowClass, token: str | bytes, deadline: float | None, base: ClientOptions | None
+) -> ClientOptions:
+    """The options that `connect` was given, as one value. Raises InvalidRequest."""
+    known = base or ClientOptions()
+    if deadline is not None and not 0 < deadline < float("inf"):
+        raise InvalidRequest(f"deadline is {deadline} s; pass a number above 0")
+    return ClientOptions(
+        flow=parse_flow(flow),
+        write_flow=known.write_flow,
+        token=(token.encode() if isinstance(token, str) else token) or known.token,
+        deadline_ns=known.deadline_ns if deadline is None else int(deadline * SECOND_NS),
+        connections_per_target=known.connections_per_target,
+        idle_ns=known.idle_ns,
+    )

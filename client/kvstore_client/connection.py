@@ -1,0 +1,395 @@
+"""One TCP connection to a worker or supervisor, driven by generators.
+
+A generator does its I/O on the connection's socket and yields READ or WRITE when it must wait for it; who drives it
+(a thread, a selector loop, asyncio) waits and goes on. In blocking mode it never yields for payload: the kernel waits,
+with the call's deadline as its timeout, and one `recvmsg` brings a whole frame.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+import time
+from collections.abc import Generator, Sequence
+from typing import Final, Protocol, TypeAlias, TypeVar
+
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
+from kvstore.limits import CONNECT_NS_MAX, SECOND_NS, SLICE_BYTES_MAX
+from kvstore.types.flow import FlowClass
+from kvstore.wire.failures import error_of
+from kvstore.wire.frames import Frame, FrameReader, FrameWriter
+from kvstore.wire.header import HEADER_BYTES, VERSION, FrameType, encode_head
+from kvstore.wire.messages import ErrorReply, Feature, Hello, Welcome
+from kvstore.wire.schema import Message
+from kvstore.wire.session import ClientSession, State, Verdict
+
+READ: Final = 1
+WRITE: Final = 2
+Steps: TypeAlias = Generator[int, None, None]
+
+_WAIT_ALL_BYTES_MIN: Final = 32 * 1024
+"""From this much missing payload on, one waiting receive is cheaper than several early ones."""
+_TIMEVAL = struct.Struct("@ll")
+_TIMEOUT_NS_MIN: Final = 1_000_000  # a timeout of 0 would mean none
+
+M = TypeVar("M", bound=Message)
+
+
+class PayloadOwner(Protocol):
+    """The call in progress, which knows where payload belongs."""
+
+    def place(self, frame: Frame) -> Sequence[memoryview]:
+        """Destination of the payload of a DATA frame. Raises FormatUnsupported when the node broke the protocol."""
+
+
+class Greeting(Protocol):
+    """Who we are, for HELLO; and what the node said of itself."""
+
+    client_id: bytes
+    token: bytes
+
+    def seen_boot_id(self) -> bytes:
+        """Boot id of the last WELCOME of this target, zeros if never."""
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """A connection is open."""
+
+    def saw_epoch(self, epoch: int) -> None:
+        """The node's view had this epoch when it sent a frame."""
+
+
+class Connection:
+    """A socket with its session. Owned by one call at a time; not thread-safe but for `interrupt`.
+
+    Attributes:
+        blocking: True lets the kernel wait; False yields instead.
+        deadline_ns: Monotonic; blocking waits end there with DeadlineExceeded.
+        is_fresh: False once it served a call: then a break may only mean that the node was restarted meanwhile.
+        has_heard: True once any byte of the answer to the current call has arrived.
+        idle_since_ns: When the last call ended.
+        welcome: What the node takes.
+        waste: Memory for payload that nobody wants any more.
+    """
+
+    __slots__ = (
+        "_address",
+        "_greeting",
+        "_owner",
+        "_pid",
+        "_reader",
+        "_receive_timeout_ns",
+        "_refusal",
+        "_send_timeout_ns",
+        "_session",
+        "_socket",
+        "_waste",
+        "_writer",
+        "blocking",
+        "deadline_ns",
+        "flow",
+        "has_heard",
+        "idle_since_ns",
+        "is_fresh",
+        "welcome",
+    )
+
+    def __init__(self, address: str, *, greeting: Greeting, flow: FlowClass) -> None:
+        """
+        Args:
+            address: "host:port".
+            greeting: Who we are.
+            flow: Class of every call on this connection.
+        """
+        self._address = address
+        self._greeting = greeting
+        self.flow = flow
+        self._pid = os.getpid()
+        self._socket: socket.socket | None = None
+        self._reader = FrameReader(self)
+        self._writer = FrameWriter()
+        self._session = ClientSession()
+        self._owner: PayloadOwner | None = None
+        self._waste: memoryview | None = None
+        self._refusal: KVStoreError | None = None
+        self._receive_timeout_ns = 0
+        self._send_timeout_ns = 0
+        self.blocking = True
+        self.deadline_ns = 0
+        self.is_fresh = True
+        self.has_heard = False
+        self.idle_since_ns = 0
+        self.welcome: Welcome | None = None
+
+    @property
+    def address(self) -> str:
+        """ "host:port" of the peer."""
+        return self._address
+
+    @property
+    def is_open(self) -> bool:
+        """True between a good HELLO and `close`."""
+        return self.welcome is not None and self._socket is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """True when the next call may begin: the last one ended and left nothing behind."""
+        return self.is_open and self._session.state is State.IDLE and not self._writer.pending_bytes
+
+    @property
+    def waste(self) -> memoryview:
+        """SLICE_BYTES_MAX bytes that nobody reads."""
+        if self._waste is None:
+            self._waste = memoryview(bytearray(SLICE_BYTES_MAX))
+        return self._waste
+
+    def fileno(self) -> int:
+        """Of the socket; -1 when there is none."""
+        return -1 if self._socket is None else self._socket.fileno()
+
+    def open(self) -> Steps:
+        """Connects and greets.
+
+        Raises:
+            Unavailable: Nobody listens there or answers within CONNECT_NS_MAX, or the peer speaks another protocol.
+            DeadlineExceeded: The call's deadline passed first.
+            KVStoreError: The node refused the HELLO (Denied, Overloaded, ...).
+        """
+        call_deadline_ns = self.deadline_ns
+        self.deadline_ns = min(call_deadline_ns, time.monotonic_ns() + CONNECT_NS_MAX)
+        try:
+            yield from self._connect()
+            yield from self._greet()
+        except DeadlineExceeded:
+            if time.monotonic_ns() >= call_deadline_ns:
+                raise
+            raise Unavailable(
+                f"node at {self._address} did not answer within {CONNECT_NS_MAX / SECOND_NS:g} s; "
+                "is it overloaded, or cut off?"
+            ) from None
+        self.deadline_ns = call_deadline_ns
+
+    def start(
+        self,
+        message: Message,
+        *,
+        owner: PayloadOwner | None = None,
+        payload: Sequence[memoryview] = (),
+        payload_bytes: int = 0,
+    ) -> Steps:
+        """Begins a call and sends its first frame, which carries `payload` when there is some."""
+        request_id = self._session.start(message.TYPE)
+        self._owner = owner
+        self.has_heard = False
+        head = encode_head(message.TYPE, request_id, message.encode(), payload_bytes=payload_bytes)
+        self._writer.push(head, payload, payload_bytes=payload_bytes)
+        return self._flush()
+
+    def start_raw(
+        self, frame_type: FrameType, body: bytes, *, flags: int, payload: Sequence[memoryview], payload_bytes: int
+    ) -> Steps:
+        """Begins a call whose body is slices."""
+        request_id = self._session.start(frame_type)
+        self._owner = None
+        self.has_heard = False
+        head = encode_head(frame_type, request_id, body, payload_bytes=payload_bytes, flags=flags)
+        self._writer.push(head, payload, payload_bytes=payload_bytes)
+        return self._flush()
+
+    def send_data(self, body: bytes, *, flags: int, payload: Sequence[memoryview], payload_bytes: int) -> Steps:
+        """Sends a DATA frame of the call in progress straight from the caller's memory."""
+        self._session.send(FrameType.DATA)
+        head = encode_head(FrameType.DATA, self._session.request_id, body, payload_bytes=payload_bytes, flags=flags)
+        self._writer.push(head, payload, payload_bytes=payload_bytes)
+        return self._flush()
+
+    def receive(self) -> Generator[int, None, list[Frame]]:
+        """The next frames of the call in progress, at least one.
+
+        Raises:
+            KVStoreError: What an ERROR frame said. The call is over; the connection lives unless it said otherwise.
+            Unavailable: The connection broke, or the node broke the protocol.
+            DeadlineExceeded: The deadline passed first. The call is still open: close the connection.
+        """
+        while True:
+            if self._refusal is not None:
+                refusal, self._refusal = self._refusal, None
+                raise refusal
+            frames = yield from self._receive()
+            if frames:
+                return frames
+
+    def ask(self, message: Message, answer: type[M]) -> Generator[int, None, M]:
+        """A call of one frame each way. Raises as `receive`."""
+        yield from self.start(message)
+        frames = yield from self.receive()
+        return self.decode(answer, frames[0])
+
+    def decode(self, kind: type[M], frame: Frame) -> M:
+        """The message in a frame. Raises Unavailable when it is another one, or malformed."""
+        try:
+            if frame.type is not kind.TYPE:
+                raise InvalidRequest(f"{frame.type.name} came instead of {kind.TYPE.name}")
+            return kind.decode(frame.body)
+        except InvalidRequest as error:
+            raise self._breach(error) from error
+
+    def place(self, frame: Frame) -> Sequence[memoryview]:
+        """PayloadSink of the reader: the call in progress knows, and stragglers are thrown away."""
+        if self._owner is None or frame.request_id != self._session.request_id:
+            return self._reader.scratch_views(frame.payload_bytes)
+        return self._owner.place(frame)
+
+    def close(self) -> None:
+        """Closes the socket; nothing is written to any buffer afterwards. In a forked child only its copy closes."""
+        self._session.close()
+        self._writer.drop()
+        self._owner = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def interrupt(self) -> None:
+        """From another thread: wakes the call in progress, which then fails as Unavailable."""
+        held = self._socket
+        if held is not None and self._pid == os.getpid():
+            try:
+                held.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it is gone already, which is what was asked for
+
+    def _connect(self) -> Steps:
+        host, port = split_address(self._address)
+        try:
+            family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            held = self._socket = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
+            held.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            code = held.connect_ex(where)
+            if code == errno.EINPROGRESS:
+                yield WRITE
+                code = held.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            # Linux may connect a socket in the ephemeral port range to itself when nobody listens there
+            if code == 0 and held.getsockname() == held.getpeername():
+                code = errno.ECONNREFUSED
+            if code:
+                raise OSError(code, os.strerror(code))
+            held.setblocking(True)
+        except OSError as error:
+            raise Unavailable(f"node at {self._address} cannot be reached: {error.strerror or error}") from None
+
+    def _greet(self) -> Steps:
+        hello = Hello(
+            version_min=VERSION,
+            version_max=VERSION,
+            features=Feature.NONE,
+            client_id=self._greeting.client_id,
+            boot_id=self._greeting.seen_boot_id(),
+            token=self._greeting.token,
+            flow=self.flow,
+        )
+        self._writer.push_message(hello, self._session.hello())
+        yield from self._flush()
+        frames = yield from self.receive()
+        self.welcome = self.decode(Welcome, frames[0])
+        self._greeting.welcomed(self.welcome)
+
+    def _flush(self) -> Steps:
+        writer, held = self._writer, self._require_socket()
+        while writer.pending_bytes:
+            flags: int = socket.MSG_NOSIGNAL
+            if self.blocking:
+                self._send_timeout_ns = self._arm(held, socket.SO_SNDTIMEO, self._send_timeout_ns)
+            else:
+                flags |= socket.MSG_DONTWAIT
+            try:
+                writer.advance(held.sendmsg(writer.buffers(), (), flags))
+            except BlockingIOError:
+                if not self.blocking:
+                    yield WRITE
+            except OSError as error:
+                raise self._broken(error) from None
+
+    def _receive(self) -> Generator[int, None, list[Frame]]:
+        reader, held = self._reader, self._require_socket()
+        try:
+            buffers = reader.buffers()
+        except KVStoreError as error:
+            raise self._breach(error) from error
+        flags: int = socket.MSG_DONTWAIT
+        if self.blocking:
+            flags = 0
+            if reader.wanted_bytes >= _WAIT_ALL_BYTES_MIN:
+                # a header always follows payload; waiting for more than it could wait for ever
+                flags = socket.MSG_WAITALL
+                buffers[-1] = buffers[-1][:HEADER_BYTES]
+        while True:
+            if self.blocking:
+                self._receive_timeout_ns = self._arm(held, socket.SO_RCVTIMEO, self._receive_timeout_ns)
+            try:
+                count = held.recvmsg_into(buffers, 0, flags)[0]
+                break
+            except BlockingIOError:
+                if not self.blocking:
+                    yield READ
+            except OSError as error:
+                raise self._broken(error) from None
+        if not count:
+            raise Unavailable(f"node at {self._address} closed the connection; it may be restarting")
+        self.has_heard = True
+        try:
+            return self._accept(reader.advance(count))
+        except KVStoreError as error:
+            raise self._breach(error) from error
+
+    def _accept(self, arrived: list[Frame]) -> list[Frame]:
+        """The frames of the call in progress. An ERROR among them is raised after them, by `receive`."""
+        session = self._session
+        frames = []
+        for frame in arrived:
+            if frame.epoch:
+                self._greeting.saw_epoch(frame.epoch)
+            if session.receive(frame.type, frame.request_id) is Verdict.IGNORE:
+                continue
+            if frame.type is FrameType.ERROR:
+                reply = ErrorReply.decode(frame.body)
+                self._refusal = error_of(reply.code, reply.text)
+                if reply.closing:
+                    session.close()
+            else:
+                frames.append(frame)
+        return frames
+
+    def _arm(self, held: socket.socket, option: int, armed_ns: int) -> int:
+        """Sets a kernel timeout to what is left until the deadline; returns it."""
+        left_ns = self.deadline_ns - time.monotonic_ns()
+        if left_ns <= 0:
+            raise DeadlineExceeded(f"the call's deadline passed while it waited for the node at {self._address}")
+        if left_ns <= armed_ns <= left_ns + (left_ns >> 6):
+            return armed_ns
+        wait_ns = max(left_ns, _TIMEOUT_NS_MIN)
+        held.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(wait_ns // SECOND_NS, wait_ns % SECOND_NS // 1000))
+        return wait_ns
+
+    def _require_socket(self) -> socket.socket:
+        if self._socket is None:
+            raise Unavailable(f"the connection to {self._address} is closed")
+        return self._socket
+
+    def _broken(self, error: OSError) -> Unavailable:
+        return Unavailable(
+            f"the connection to {self._address} broke: {error.strerror or error}; the node may be restarting"
+        )
+
+    def _breach(self, error: KVStoreError) -> Unavailable:
+        """The peer did what the protocol forbids: nothing more from this connection can be trusted."""
+        self._session.close()
+        return Unavailable(f"node at {self._address} broke the protocol: {error}")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port" or "[v6]:port". Raises InvalidRequest."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InvalidRequest(f"address {address!r} is not host:port with a port from 1 to 65535")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,191 @@
+"""Reading records from one target: requests of at most the node's batch size, slices into the caller's memory."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from kvstore.errors import DeadlineExceeded, Overloaded, Unavailable
+from kvstore.limits import DIGEST_BYTES, FRAME_BODY_BYTES_MAX, READ_RETRIES_MAX
+from kvstore.types.flow import FlowClass
+from kvstore.wire.frames import Frame
+from kvstore.wire.header import FrameType
+from kvstore.wire.messages import ID_BYTES, RANGE_BYTES, End, Get
+from kvstore.wire.ranges import encode_ranges
+from kvstore.wire.slices import NO_CONTENT_ID
+from kvstore_client.connection import Connection, Steps
+from kvstore_client.incoming import HIT, OPEN, IncomingRecord
+from kvstore_client.planner import TargetId, split_by_weight
+from kvstore_client.ranges import Spans
+from kvstore_client.rounds import Job
+
+_BODY_BYTES = FRAME_BODY_BYTES_MAX - 4096  # room for the fields that do not grow with the batch
+_NODE_MARGIN_NS_MAX = 50_000_000
+
+
+class LoadJob(Job):
+    """Reads the records of one target. What is not a HIT or a miss at the end is still OPEN.
+
+    A record whose bytes did not match is asked for once more, on a fresh connection.
+    """
+
+    __slots__ = (
+        "_accept_pending",
+        "_asked",
+        "_has_run",
+        "_keys",
+        "_landing",
+        "_may_re_ask",
+        "_namespace",
+        "_records",
+        "_shared_spans",
+        "_spans",
+        "_waste",
+    )
+
+    def __init__(
+        self,
+        *,
+        target: TargetId,
+        flow: FlowClass,
+        deadline_ns: int,
+        namespace: bytes,
+        keys: bytes,
+        records: Sequence[IncomingRecord],
+        shared_spans: Spans | None,
+        spans: Sequence[Spans] | None,
+        accept_pending: bool,
+    ) -> None:
+        """
+        Args:
+            namespace: Digest.
+            keys: Record keys, 32 bytes for each of `records`.
+            records: Where each goes.
+            shared_spans: What to read of each record; None is all of it.
+            spans: What to read of each record, one by one, instead of `shared_spans`.
+            accept_pending: Also take records that are received but not durable.
+        """
+        super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, retries_max=READ_RETRIES_MAX)
+        self._namespace = namespace
+        self._keys = keys
+        self._records = records
+        self._shared_spans = shared_spans
+        self._spans = spans
+        self._accept_pending = accept_pending
+        self._has_run = False
+        self._may_re_ask = True
+        self._asked: Sequence[IncomingRecord] = ()
+        self._landing: deque[list[list[memoryview]]] = deque()
+        self._waste = memoryview(b"")
+
+    def wants_another_try(self) -> bool:
+        """After a break, while records are open; after a mismatch once."""
+        if isinstance(self.failure, Unavailable | Overloaded):
+            return any(record.status == OPEN for record in self._records)
+        return self.failure is None and self._may_re_ask and any(record.is_doubtful for record in self._records)
+
+    def run(self, connection: Connection) -> Steps:
+        """Asks for what is open or corrupt."""
+        self._landing.clear()
+        self._waste = connection.waste
+        chosen: Sequence[int] = range(len(self._records))
+        if self._has_run:
+            chosen = [at for at, one in enumerate(self._records) if one.status == OPEN or one.is_doubtful]
+            for at in chosen:
+                if self._records[at].is_doubtful:
+                    self._may_re_ask = False
+                self._records[at].restart()
+        self._has_run = True
+        assert connection.welcome is not None
+        for part in split_by_weight(
+            self._weights(chosen), items_max=connection.welcome.batch_items_max, weight_max=_BODY_BYTES
+        ):
+            yield from self._ask(connection, chosen[part.start : part.stop])
+        if self._may_re_ask and any(record.is_doubtful for record in self._records):
+            connection.close()  # whatever garbles bytes there shall not do it to the second try
+
+    def place(self, frame: Frame) -> Sequence[memoryview]:
+        """Where the payload of a DATA frame lands."""
+        landing = self._land(frame)
+        self._landing.append(landing)
+        if len(landing) == 1:
+            return landing[0]
+        return [view for views in landing for view in views]
+
+    def _ask(self, connection: Connection, chosen: Sequence[int]) -> Steps:
+        records = self._records
+        self._asked = records if len(chosen) == len(records) else [records[at] for at in chosen]
+        yield from connection.start(self._request(chosen), owner=self)
+        while True:
+            for frame in (yield from connection.receive()):
+                if frame.type is FrameType.DATA:
+                    landing = self._landing.popleft() if frame.payload_bytes else self._land(frame)
+                    for piece, views in zip(frame.slices, landing, strict=True):
+                        self._asked[piece.item].arrived(piece, views)
+                else:
+                    self._end(connection.decode(End, frame), connection)
+                    return
+
+    def _land(self, frame: Frame) -> list[list[memoryview]]:
+        asked, waste = self._asked, self._waste
+        try:
+            return [asked[piece.item].land(piece, waste) for piece in frame.slices]
+        except IndexError:
+            raise Unavailable(f"the node sent an item that was not asked for; there are {len(asked)}") from None
+
+    def _end(self, end: End, connection: Connection) -> None:
+        """Takes over the misses that END tells. A record that END calls a hit must have come whole."""
+        if len(end.statuses) != len(self._asked):
+            raise Unavailable(f"node at {connection.address} ended {len(self._asked)} items with {len(end.statuses)}")
+        for record, status in zip(self._asked, end.statuses, strict=True):
+            if record.status == OPEN:
+                if status == HIT:
+                    raise Unavailable(f"node at {connection.address} ended a read before all of it was sent")
+                record.status = status
+            elif record.status == HIT and status != HIT:
+                record.status = status
+
+    def _request(self, chosen: Sequence[int]) -> Get:
+        whole = len(chosen) == len(self._records)
+        keys = self._keys if whole else _pick(self._keys, chosen)
+        counts, ranges = encode_ranges(self._ranges_of(chosen))
+        left_ns = self.deadline_ns - time.monotonic_ns()
+        if left_ns <= 0:
+            raise DeadlineExceeded("the call's deadline passed before the request was sent")
+        return Get(
+            namespace=self._namespace,
+            keys=keys,
+            # the node answers what it has just before we would give up, so that the connection survives
+            deadline_ns=left_ns - min(left_ns // 20, _NODE_MARGIN_NS_MAX),
+            range_counts=counts,
+            ranges=ranges,
+            content_ids=self._content_ids(),
+            accept_pending=self._accept_pending,
+        )
+
+    def _ranges_of(self, chosen: Sequence[int]) -> list[list[tuple[int, int]]] | None:
+        if self._spans is not None:
+            return [_as_ranges(self._spans[at]) for at in chosen]
+        return None if self._shared_spans is None else [_as_ranges(self._shared_spans)]
+
+    def _content_ids(self) -> bytes:
+        if all(record.content_id is NO_CONTENT_ID for record in self._asked):
+            return b""
+        return b"".join([record.content_id for record in self._asked])
+
+    def _weights(self, chosen: Sequence[int]) -> Sequence[int]:
+        """Bytes that each record takes in the request."""
+        fixed = DIGEST_BYTES + ID_BYTES
+        spans = self._spans
+        if spans is None:
+            return [fixed] * len(chosen)
+        return [fixed + 4 + RANGE_BYTES * len(spans[at]) for at in chosen]
+
+
+def _as_ranges(spans: Spans) -> list[tuple[int, int]]:
+    return [(first, behind - first) for first, behind in spans]
+
+
+def _pick(keys: bytes, chosen: Sequence[int]) -> bytes:
+    return b"".join([keys[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES] for at in chosen])

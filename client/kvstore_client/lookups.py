@@ -1,0 +1,107 @@
+"""Jobs of one frame each way: matches, waits, deletes, prefetches and what else is asked about keys."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from kvstore.errors import DeadlineExceeded, Unavailable, UnknownNamespace
+from kvstore.limits import READ_RETRIES_MAX
+from kvstore.types.flow import FlowClass
+from kvstore.wire.messages import End, Manifest, MatchReply
+from kvstore.wire.schema import Message
+from kvstore_client.connection import Connection, Steps
+from kvstore_client.planner import TargetBatch, TargetId, split_records
+from kvstore_client.rounds import Job
+
+A = TypeVar("A", bound=Message)
+
+
+class KeysJob(Job, Generic[A]):
+    """Asks one target about its keys, in as many requests as its batch limit needs.
+
+    Attributes:
+        answers: One for each request, in order; all of them when `failure` is None.
+    """
+
+    __slots__ = ("_answer", "_ask", "answers", "batch")
+
+    def __init__(
+        self,
+        *,
+        batch: TargetBatch,
+        flow: FlowClass,
+        deadline_ns: int,
+        ask: Callable[[bytes, int], Message],
+        answer: type[A],
+    ) -> None:
+        """
+        Args:
+            ask: Makes the request for a blob of keys and the nanoseconds that are left.
+            answer: Message that answers it.
+        """
+        super().__init__(target=batch.target, flow=flow, deadline_ns=deadline_ns, retries_max=READ_RETRIES_MAX)
+        self.batch = batch
+        self._ask = ask
+        self._answer = answer
+        self.answers: list[A] = []
+
+    def run(self, connection: Connection) -> Steps:
+        """Asks request after request; one deadline for all."""
+        self.answers.clear()
+        assert connection.welcome is not None
+        for piece in split_records(self.batch, items_max=connection.welcome.batch_items_max):
+            answer = yield from connection.ask(self._ask(piece.keys, left_ns(self)), self._answer)
+            statuses = statuses_in(answer)
+            if statuses and len(statuses) != len(piece.records):
+                raise Unavailable(
+                    f"node at {connection.address} answered {len(piece.records)} keys with {len(statuses)} statuses"
+                )
+            self.answers.append(answer)
+
+    def statuses(self) -> bytes | None:
+        """One status per key of the batch; None when the target did not answer."""
+        if self.failure is not None:
+            return None
+        return b"".join([statuses_in(answer) for answer in self.answers])
+
+
+class TellJob(Job):
+    """One request without keys, answered with END; sends the manifest first when the node asks for it."""
+
+    __slots__ = ("_manifest", "_message")
+
+    def __init__(
+        self, *, target: TargetId, flow: FlowClass, deadline_ns: int, message: Message, manifest: bytes = b""
+    ) -> None:
+        super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, retries_max=READ_RETRIES_MAX)
+        self._message = message
+        self._manifest = manifest
+
+    def run(self, connection: Connection) -> Steps:
+        """Asks once, or twice around the manifest."""
+        try:
+            yield from connection.ask(self._message, End)
+        except UnknownNamespace:
+            if not self._manifest:
+                raise
+            yield from connection.ask(Manifest(manifest=self._manifest), End)
+            yield from connection.ask(self._message, End)
+
+
+def left_ns(job: Job) -> int:
+    """What is left of a job's time, a little less, so that the node's answer arrives before the connection gives up.
+
+    Raises:
+        DeadlineExceeded: Nothing is left.
+    """
+    left = job.deadline_ns - time.monotonic_ns()
+    if left <= 0:
+        raise DeadlineExceeded("the call's deadline passed before the request was sent")
+    return left - left // 20
+
+
+def statuses_in(answer: Message) -> bytes:
+    """The statuses that an answer carries, if it does."""
+    return answer.statuses if isinstance(answer, End | MatchReply) else b""

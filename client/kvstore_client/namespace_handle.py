@@ -1,0 +1,339 @@
+"""`BoundNamespace`: the verbs of one namespace for threads; each blocks until its deadline at most."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvstore.errors import InvalidRequest
+from kvstore.limits import UNPIN_NS_MAX
+from kvstore.types.keys import KeyChain
+from kvstore.types.layout import KVLayout
+from kvstore.types.namespace import Namespace
+from kvstore.types.results import Exists, Hit, Miss, Refused, Stored
+from kvstore.types.tokens import Tokens
+from kvstore_client import read_verbs, write_verbs
+from kvstore_client.match import Match
+from kvstore_client.options import DURABILITIES, WAITS, choice, deadline_after, pin_ttl_ns
+from kvstore_client.planner import Keys
+from kvstore_client.ranges import Ranges
+from kvstore_client.read_verbs import LoadRequest, PinHold
+from kvstore_client.regions import Item
+from kvstore_client.write_verbs import StoreRequest
+from kvstore_client.writer import Writer
+from kvstore_client.writer_verbs import OpenRequest
+
+if TYPE_CHECKING:
+    from kvstore_client.client import KVClient
+
+
+class NamespaceKeys:
+    """What a namespace knows without asking anybody."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self._manifest = namespace.manifest()
+
+    @property
+    def layout(self) -> KVLayout:
+        """The shape of the chunks."""
+        return self.namespace.layout
+
+    @property
+    def digest(self) -> bytes:
+        """The namespace's digest, 32 bytes."""
+        return self.namespace.digest
+
+    def keys(
+        self, token_ids: Tokens, extra: Sequence[bytes] | None = None, *, after: KeyChain | None = None
+    ) -> KeyChain:
+        """Keys of the full chunks of `token_ids`; see `kvstore.types.keys.KeyChain.from_tokens`."""
+        return self.namespace.keys(token_ids, extra, after=after)
+
+    def keys_from_hashes(
+        self,
+        hashes: Sequence[bytes],
+        *,
+        algorithm: str,
+        first_position: int | None = None,
+        parent: bytes | None = None,
+        run_head: bytes | None = None,
+    ) -> KeyChain:
+        """Keys for blocks that an engine hashed itself; see `kvstore.types.keys.KeyChain.from_hashes`."""
+        return self.namespace.keys_from_hashes(
+            hashes, algorithm=algorithm, first_position=first_position, parent=parent, run_head=run_head
+        )
+
+
+class BoundNamespace(NamespaceKeys):
+    """A namespace of a client. Thread-safe; lives as long as the client.
+
+    `deadline` and `soft_deadline` are seconds from now; None is the client's default deadline. No verb raises for a
+    node's trouble: what cannot be served is a Miss or Refused with a reason. InvalidRequest is the caller's mistake,
+    Closed says that the client was closed.
+    """
+
+    def __init__(self, client: KVClient, namespace: Namespace) -> None:
+        super().__init__(namespace)
+        self._client = client
+
+    def match(
+        self,
+        keys: Keys,
+        *,
+        shards: int | Sequence[int] | None = None,
+        need: Sequence[str] = (),
+        pin_ttl: float | None = None,
+        deadline: float | None = None,
+    ) -> Match:
+        """The longest usable prefix of `keys`, held against eviction until the match ends.
+
+        Args:
+            keys: In order from the start of the sequence.
+            shards: The shards that this worker will read; the answer is the least over them. None is all.
+            need: Names of the parts that the worker cannot do without; dense ones are always included.
+            pin_ttl: Seconds that the pin lives at most; 0 takes none. None is 30 s.
+            deadline: Seconds from now.
+
+        Returns:
+            Use it in a `with` block, or call its `release`.
+        """
+        session = self._client.session()
+        ttl_ns = pin_ttl_ns(pin_ttl)
+        answer = session.driver.run(
+            read_verbs.match(
+                session.core,
+                self.namespace,
+                keys,
+                shards=shards,
+                need=need,
+                pin_ttl_ns=ttl_ns,
+                deadline_ns=self._deadline_ns(deadline),
+            )
+        )
+
+        def give_back(pins: tuple[PinHold, ...]) -> None:
+            if session.is_usable:
+                until_ns = time.monotonic_ns() + UNPIN_NS_MAX
+                session.driver.run(read_verbs.unpin(session.core, pins, until_ns))
+
+        return Match(session.core, answer, self.layout, give_back)
+
+    def get_into(
+        self,
+        keys: Keys,
+        buffers: Sequence[Item],
+        *,
+        ranges: Ranges | None = None,
+        layers: Sequence[int] | None = None,
+        shards: int | Sequence[int] | None = None,
+        part: str | None = None,
+        content_ids: Sequence[bytes] | None = None,
+        deadline: float | None = None,
+        soft_deadline: float | None = None,
+        accept_pending: bool = False,
+    ) -> list[Hit | Miss]:
+        """Reads chunks straight into the caller's memory.
+
+        A Hit says that every byte asked for arrived and matched its checksum. After anything else the item's memory is
+        undefined. No memory is touched after the return.
+
+        Args:
+            keys: One item each.
+            buffers: For each key writable memory: a buffer, an (address, length) pair, or a sequence of fragments of
+                these. It receives the shards asked for one after the other; of each, the bytes asked for. Its length
+                must be exactly that; for an opaque layout read as a whole any length will do, and a record that does
+                not fit is Miss(LAYOUT).
+            ranges: (offset, length) pairs or ByteRanges of each record, ascending: one sequence for all keys, or one
+                per key.
+            layers: Model layers instead of ranges, ascending; of each dense part (or `part`) what it holds of them.
+            shards: Which shards; None is all.
+            part: A sparse part's records, or only a dense part's bytes.
+            content_ids: `Hit.content_id` of an earlier read of each key: take no other copy.
+            deadline: Seconds from now.
+            soft_deadline: Seconds from now at which to return what has arrived; the rest is Miss(DEADLINE).
+            accept_pending: Also take chunks that were received by a node and are not durable yet.
+
+        Returns:
+            One Hit or Miss per key, in order.
+
+        Raises:
+            InvalidRequest: Memory that is read-only or of the wrong length (item, got and needed are named), ranges
+                outside the record, unknown shards or parts. Nothing was sent then.
+        """
+        session = self._client.session()
+        until_ns = self._deadline_ns(deadline)
+        is_soft = False
+        if soft_deadline is not None:
+            soft_ns = self._deadline_ns(soft_deadline)
+            is_soft, until_ns = soft_ns < until_ns, min(soft_ns, until_ns)
+        request = LoadRequest(
+            keys=keys,
+            buffers=buffers,
+            ranges=ranges,
+            layers=layers,
+            shards=shards,
+            part=part,
+            content_ids=content_ids,
+            accept_pending=accept_pending,
+        )
+        results = session.driver.run(read_verbs.load(session.core, self.namespace, request, until_ns))
+        if is_soft and time.monotonic_ns() >= until_ns:
+            session.core.counters.soft_deadlines += 1
+        return results
+
+    def put(
+        self,
+        keys: Keys,
+        buffers: Sequence[Item],
+        *,
+        wait: str = "durable",
+        durability: str = "commit",
+        shards: int | Sequence[int] | None = None,
+        part: str | None = None,
+        deadline: float | None = None,
+    ) -> list[Stored | Exists | Refused]:
+        """Writes chunks from the caller's memory, which must not change until the return.
+
+        Args:
+            keys: One item each. A key that stands twice is written once; the second is Exists.
+            buffers: As for `get_into`, readable. An item of the wrong length is Refused(INVALID), the others are
+                written.
+            wait: "durable": the bytes and their record are on the device. "received": the memory is free again, the
+                chunk is readable by those who accept pending.
+            durability: "commit" survives a kill of the node; "power" also a power cut.
+            shards: The shards that this worker writes; None is all.
+            part: A sparse part instead of the dense record.
+            deadline: Seconds from now.
+
+        Returns:
+            One Stored, Exists or Refused per key, in order. Refused(OUTCOME_UNKNOWN): the connection broke and the
+            outcome could not be learned; putting it again is harmless.
+        """
+        session = self._client.session()
+        request = StoreRequest(
+            keys=keys,
+            buffers=buffers,
+            shards=shards,
+            part=part,
+            durability=choice("durability", durability, DURABILITIES),
+            wait=choice("wait", wait, WAITS),
+        )
+        return session.driver.run(
+            write_verbs.store(session.core, self.namespace, self._manifest, request, self._deadline_ns(deadline))
+        )
+
+    def contains(
+        self,
+        keys: Keys,
+        *,
+        shards: int | Sequence[int] | None = None,
+        part: str | None = None,
+        deadline: float | None = None,
+    ) -> list[bool]:
+        """Whether each key is stored, for every shard asked. Not counted as use, nor in the hit rate."""
+        session = self._client.session()
+        found = session.driver.run(
+            read_verbs.lookup(
+                session.core,
+                self.namespace,
+                keys,
+                shards=shards,
+                part=part,
+                deadline_ns=self._deadline_ns(deadline),
+                waits=False,
+            )
+        )
+        return [isinstance(one, Hit) for one in found]
+
+    def wait(
+        self,
+        keys: Keys,
+        deadline: float | None = None,
+        *,
+        shards: int | Sequence[int] | None = None,
+        part: str | None = None,
+    ) -> list[Hit | Miss]:
+        """Waits until no key is pending any more, or for `deadline` seconds. A Hit here carries no bytes."""
+        session = self._client.session()
+        return session.driver.run(
+            read_verbs.lookup(
+                session.core,
+                self.namespace,
+                keys,
+                shards=shards,
+                part=part,
+                deadline_ns=self._deadline_ns(deadline),
+                waits=True,
+            )
+        )
+
+    def prefetch(
+        self,
+        keys: Keys,
+        *,
+        shards: int | Sequence[int] | None = None,
+        part: str | None = None,
+        deadline: float | None = None,
+    ) -> int:
+        """Asks for keys to be brought into node memory. Returns how many records are on their way."""
+        session = self._client.session()
+        return session.driver.run(
+            read_verbs.prefetch(
+                session.core, self.namespace, keys, shards=shards, part=part, deadline_ns=self._deadline_ns(deadline)
+            )
+        )
+
+    def delete(
+        self, keys: Keys, *, shards: int | Sequence[int] | None = None, deadline: float | None = None
+    ) -> list[Hit | Miss]:
+        """Deletes keys with all their parts. Hit: it was there and is gone, durably. Miss(ABSENT): it was not there."""
+        session = self._client.session()
+        return session.driver.run(
+            write_verbs.delete(
+                session.core, self.namespace, keys, shards=shards, deadline_ns=self._deadline_ns(deadline)
+            )
+        )
+
+    def drop(self, *, deadline: float | None = None) -> bool:
+        """Hides everything that is stored in the namespace, at once. False when a node could not be told."""
+        session = self._client.session()
+        failure = session.driver.run(
+            write_verbs.drop(session.core, self.namespace, self._manifest, self._deadline_ns(deadline))
+        )
+        if isinstance(failure, InvalidRequest):
+            raise failure
+        return failure is None
+
+    def writer(
+        self,
+        keys: Keys,
+        *,
+        shards: int | Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        part: str | None = None,
+        ttl: float | None = None,
+        deadline: float | None = None,
+    ) -> Writer:
+        """Opens a layer-wise writer: room is reserved now, slices follow as they come, and commit makes all visible.
+
+        Args:
+            keys: One chunk each.
+            shards: The shards that this worker writes; None is all.
+            lengths: Bytes of each chunk (all shards together), for opaque layouts; typed layouts know them.
+            part: A sparse part instead of the dense record.
+            ttl: Seconds after which the node forgets a writer that was neither committed nor written to. None is 30 s.
+            deadline: Seconds from now, for opening.
+        """
+        session = self._client.session()
+        return Writer.open(
+            session,
+            self.namespace,
+            self._manifest,
+            OpenRequest(keys=keys, shards=shards, lengths=lengths, part=part, ttl=ttl),
+            self._deadline_ns(deadline),
+        )
+
+    def _deadline_ns(self, seconds: float | None) -> int:
+        return deadline_after(time.monotonic_ns(), seconds, self._client.options.deadline_ns)

@@ -1,0 +1,196 @@
+"""How a verb talks to whoever drives it: rounds of jobs, pauses between them, and the rules for trying again.
+
+A verb is a generator. It yields a list of jobs, which the driver runs side by side, each on a connection of its own,
+or a number of nanoseconds to wait. A job never raises for a node's trouble: its `failure` says what happened.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Generator, Sequence
+from typing import TypeAlias, TypeVar
+
+from kvstore.cluster.view import View
+from kvstore.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KVStoreError,
+    Overloaded,
+    Unavailable,
+)
+from kvstore.limits import BREAKER_SILENCE_NS, RETRIES_PER_CALL_MAX
+from kvstore.types.flow import FlowClass
+from kvstore.wire.codec import unpack_plain
+from kvstore.wire.messages import ViewReply, ViewRequest
+from kvstore_client.connection import Connection, Steps
+from kvstore_client.core import ClientCore
+from kvstore_client.planner import TargetId
+from kvstore_client.retry import backoff_ns
+from kvstore_client.target import TargetLink
+
+
+class Job:
+    """One target's share of a call.
+
+    Attributes:
+        deadline_ns: Monotonic; the connection waits until then.
+        failure: Why it did not come to its end; None when it did, or has not run.
+        is_stale: It failed on a connection that had served before, and nothing was heard: the node was restarted in
+            between, so trying again at once on a fresh one says nothing about the node's health.
+        retries_max: How often it may be repeated.
+    """
+
+    __slots__ = ("deadline_ns", "failure", "flow", "is_stale", "retries_max", "started_ns", "target")
+
+    def __init__(self, *, target: TargetId, flow: FlowClass, deadline_ns: int, retries_max: int) -> None:
+        self.target = target
+        self.flow = flow
+        self.deadline_ns = deadline_ns
+        self.retries_max = retries_max
+        self.failure: KVStoreError | None = None
+        self.is_stale = False
+        self.started_ns = 0
+
+    def run(self, connection: Connection) -> Steps:
+        """Does the call on an open connection. Raises as `Connection.receive`."""
+        raise NotImplementedError
+
+    def wants_another_try(self) -> bool:
+        """Whether repeating it may help."""
+        return isinstance(self.failure, Unavailable | Overloaded)
+
+
+T = TypeVar("T")
+Round: TypeAlias = Sequence[Job]
+Verb: TypeAlias = Generator["Round | int", None, T]
+
+
+def perform(link: TargetLink, job: Job, connection: Connection) -> Steps:
+    """Runs a job on a connection, opening it first. Failures of the node end in `job.failure`.
+
+    Closes the connection before anything else gets out, so that no buffer is written after the call.
+    """
+    job.failure = None
+    job.is_stale = False
+    job.started_ns = time.monotonic_ns()
+    connection.deadline_ns = job.deadline_ns
+    connection.has_heard = False
+    try:
+        if not connection.is_open:
+            yield from connection.open()
+        yield from job.run(connection)
+    except KVStoreError as error:
+        job.failure = error
+        if not connection.is_idle:
+            connection.close()
+    except BaseException:
+        connection.close()
+        raise
+
+
+def settle(core: ClientCore, link: TargetLink, job: Job, connection: Connection, now_ns: int) -> None:
+    """Draws the conclusions from a job that has run. The caller holds the lock that guards links."""
+    failure = job.failure
+    if isinstance(failure, Unavailable) and not connection.is_idle:
+        core.counters.connections_broken += 1
+        link.drop_idle()
+        job.is_stale = not connection.is_fresh and not connection.has_heard
+        if not job.is_stale:
+            link.try_next_address()
+            core.counters.breaker_opened += link.breaker.failed(now_ns)
+    elif isinstance(failure, DeadlineExceeded) and not connection.has_heard:
+        if now_ns - job.started_ns >= BREAKER_SILENCE_NS:
+            core.counters.breaker_opened += link.breaker.failed(now_ns)
+    else:
+        link.breaker.succeeded()
+    link.give_back(connection, now_ns)
+
+
+def broken_circuit(link: TargetLink, now_ns: int) -> Unavailable:
+    """What a job fails with while its target's breaker is open."""
+    wait_ms = link.breaker.reopens_in_ns(now_ns) // 1_000_000
+    return Unavailable(
+        f"target {link.id} at {', '.join(link.addresses)} failed several times in a row; "
+        f"it is tried again in {wait_ms} ms"
+    )
+
+
+def attempt(core: ClientCore, jobs: Round) -> Verb[None]:
+    """Runs jobs, and again those for which it may help, within their deadlines and the client's retry budget."""
+    core.budget.first_attempt()
+    pending = list(jobs)
+    stale_tries = attempts = 0
+    while pending:
+        yield pending
+        pending = [job for job in pending if job.wants_another_try()]
+        if not pending:
+            return
+        if all(job.is_stale for job in pending) and stale_tries <= core.options.connections_per_target:
+            stale_tries += 1
+            continue
+        attempts += 1
+        pending = [job for job in pending if attempts <= job.retries_max]
+        now_ns = time.monotonic_ns()
+        pause_ns = backoff_ns(attempts, random.random())
+        pending = [job for job in pending if now_ns + pause_ns < job.deadline_ns and _may_pass(core, job, now_ns)]
+        if not pending:
+            return
+        if not core.budget.take(now_ns):
+            core.counters.retries_denied += 1
+            return
+        core.counters.retries += 1
+        yield pause_ns
+        if any(isinstance(job.failure, Unavailable) for job in pending):
+            yield from refresh_view(core, min(job.deadline_ns for job in pending))
+
+
+def ensure_view(core: ClientCore, deadline_ns: int) -> Verb[None]:
+    """Asks for the view when there is none, or a newer one is known of."""
+    if core.wants_view:
+        yield from refresh_view(core, deadline_ns)
+
+
+def refresh_view(core: ClientCore, deadline_ns: int) -> Verb[KVStoreError | None]:
+    """Asks one source after the other for the view. Returns the last failure when none answered."""
+    failure: KVStoreError | None = None
+    for source in core.view_sources():
+        job = ViewJob(core, source, deadline_ns)
+        yield [job]
+        if job.view is not None:
+            core.adopt(job.view, source=source)
+            return None
+        failure = job.failure
+    return failure
+
+
+class ViewJob(Job):
+    """Asks one node for the view."""
+
+    __slots__ = ("_core", "view")
+
+    def __init__(self, core: ClientCore, source: TargetId, deadline_ns: int) -> None:
+        super().__init__(target=source, flow=core.options.flow, deadline_ns=deadline_ns, retries_max=0)
+        self._core = core
+        self.view: View | None = None
+
+    def run(self, connection: Connection) -> Steps:
+        """Asks for the view as a whole: the node may have been replaced by another with older epochs."""
+        reply = yield from connection.ask(ViewRequest(known_epoch=0), ViewReply)
+        if not reply.view:
+            raise Unavailable(f"node at {connection.address} has no view yet")
+        try:
+            self.view = View.from_plain(unpack_plain(reply.view, what="view"))
+        except InvalidRequest as error:
+            raise Unavailable(f"node at {connection.address} gave a view that makes no sense: {error}") from error
+
+
+def _may_pass(core: ClientCore, job: Job, now_ns: int) -> bool:
+    """Whether the target's breaker would let another try pass. Asked without using up its probe."""
+    try:
+        return core.link(job.target).breaker.reopens_in_ns(now_ns) == 0
+    except Unavailable:
+        return False
+
+
+assert RETRIES_PER_CALL_MAX >= 1

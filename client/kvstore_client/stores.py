@@ -1,0 +1,308 @@
+"""Writing records to one target: an offer with checksums, the payload of what was granted, results."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator, Sequence
+
+from kvstore.errors import (
+    DeadlineExceeded,
+    Denied,
+    InvalidRequest,
+    NoSpace,
+    Overloaded,
+    QuotaExceeded,
+    Unavailable,
+    UnknownNamespace,
+)
+from kvstore.limits import (
+    DIGEST_BYTES,
+    FRAME_BODY_BYTES_MAX,
+    RETRIES_PER_CALL_MAX,
+    SLICE_BYTES_MAX,
+    SLICES_PER_FRAME_MAX,
+)
+from kvstore.types.flow import FlowClass
+from kvstore.types.results import RefusedReason
+from kvstore.wire.header import FrameType
+from kvstore.wire.messages import ID_BYTES, U32_MAX, End, Grant, Manifest, Offer, Result
+from kvstore.wire.slices import NO_CONTENT_ID, Slice, encode_slices
+from kvstore_client.connection import Connection, Steps
+from kvstore_client.planner import TargetId, split_by_weight
+from kvstore_client.regions import Region
+from kvstore_client.rounds import Job
+
+OPEN = -1
+_BODY_BYTES = FRAME_BODY_BYTES_MAX - 4096
+_ITEM_BYTES = 3 * DIGEST_BYTES + 4 * 4 + 1 + ID_BYTES  # of an item in an offer, its CRC words aside
+_U32 = struct.Struct("<I")
+_UNKNOWN_NAMESPACE = int(RefusedReason.UNKNOWN_NAMESPACE)
+
+
+class OutgoingRecord:
+    """State of one record of a write.
+
+    Attributes:
+        key, run_head, parent: 32 bytes each, zeros where unknown.
+        position: In its chain; U32_MAX when unknown.
+        part: 0 for the dense record, 1 + index of the sparse part otherwise.
+        volatile_ttl_ns: 0 for the drive.
+        region: The caller's memory of the item.
+        base_bytes: Where in the region this record begins.
+        length_bytes, block_bytes, crc_table: Of the record.
+        status: OPEN, an ItemStatus or a RefusedReason code.
+        content_id: Of the stored copy, zeros where there is none.
+        detail: For a person.
+        was_offered: An offer of it may have reached the node, so a break leaves its outcome unknown.
+    """
+
+    __slots__ = (
+        "base_bytes",
+        "block_bytes",
+        "content_id",
+        "crc_table",
+        "detail",
+        "key",
+        "length_bytes",
+        "parent",
+        "part",
+        "position",
+        "region",
+        "run_head",
+        "status",
+        "volatile_ttl_ns",
+        "was_offered",
+    )
+
+    def __init__(
+        self,
+        *,
+        key: bytes,
+        run_head: bytes,
+        parent: bytes,
+        position: int,
+        part: int,
+        volatile_ttl_ns: int,
+        region: Region,
+        base_bytes: int,
+        length_bytes: int,
+        block_bytes: int,
+        crc_table: bytes,
+    ) -> None:
+        self.key = key
+        self.run_head = run_head
+        self.parent = parent
+        self.position = position
+        self.part = part
+        self.volatile_ttl_ns = volatile_ttl_ns
+        self.region = region
+        self.base_bytes = base_bytes
+        self.length_bytes = length_bytes
+        self.block_bytes = block_bytes
+        self.crc_table = crc_table
+        self.status = OPEN
+        self.content_id = NO_CONTENT_ID
+        self.detail = ""
+        self.was_offered = False
+
+    def finish(self, status: int, *, content_id: bytes = NO_CONTENT_ID, detail: str = "") -> None:
+        """How it ended."""
+        self.status = status
+        self.content_id = content_id
+        self.detail = detail
+
+
+class StoreJob(Job):
+    """Writes the records of one target. Puts are idempotent, so after a break all that is open is offered again."""
+
+    __slots__ = ("_asked", "_durability", "_knows_manifest", "_manifest", "_namespace", "_records", "_wait")
+
+    def __init__(
+        self,
+        *,
+        target: TargetId,
+        flow: FlowClass,
+        deadline_ns: int,
+        namespace: bytes,
+        manifest: bytes,
+        records: Sequence[OutgoingRecord],
+        durability: int,
+        wait: int,
+    ) -> None:
+        """
+        Args:
+            namespace: Digest.
+            manifest: Sent when the node does not know the namespace.
+            durability: 0 survives kill -9 of the node, 1 also a power cut.
+            wait: 0 until received, 1 until durable.
+        """
+        super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, retries_max=RETRIES_PER_CALL_MAX)
+        self._namespace = namespace
+        self._manifest = manifest
+        self._records = records
+        self._durability = durability
+        self._wait = wait
+        self._knows_manifest = False
+        self._asked: Sequence[OutgoingRecord] = ()
+
+    def wants_another_try(self) -> bool:
+        """After a break, while records are open."""
+        return isinstance(self.failure, Unavailable | Overloaded) and any(one.status == OPEN for one in self._records)
+
+    def run(self, connection: Connection) -> Steps:
+        """Offers what is open; sends the manifest and offers again what the node refused for lack of it."""
+        self._knows_manifest = False
+        for part in self._parts([record for record in self._records if record.status == OPEN], connection):
+            try:
+                yield from self._offer(connection, part)
+            except UnknownNamespace:
+                if self._knows_manifest:
+                    raise
+            unknown = [record for record in part if record.status in (OPEN, _UNKNOWN_NAMESPACE)]
+            if unknown and not self._knows_manifest:
+                yield from connection.ask(Manifest(manifest=self._manifest), End)
+                self._knows_manifest = True
+                for record in unknown:
+                    record.finish(OPEN)
+                yield from self._offer(connection, unknown)
+
+    def _parts(self, records: list[OutgoingRecord], connection: Connection) -> Iterator[list[OutgoingRecord]]:
+        """Batches that the node takes in one offer: one ttl each, within its item and body limits."""
+        assert connection.welcome is not None
+        items_max = connection.welcome.batch_items_max
+        for ttl_ns in dict.fromkeys(record.volatile_ttl_ns for record in records):
+            same = [record for record in records if record.volatile_ttl_ns == ttl_ns]
+            weights = [_ITEM_BYTES + len(record.crc_table) for record in same]
+            for part in split_by_weight(weights, items_max=items_max, weight_max=_BODY_BYTES):
+                yield same[part.start : part.stop]
+
+    def _offer(self, connection: Connection, records: list[OutgoingRecord]) -> Steps:
+        assert connection.welcome is not None
+        self._asked = records
+        total = sum(record.length_bytes for record in records)
+        inline = total <= connection.welcome.inline_put_bytes_max
+        for record in records:
+            record.was_offered = True
+        yield from connection.start(
+            self._request(records, inline=inline),
+            payload=[view for record in records for view in _views(record)] if inline else (),
+            payload_bytes=total if inline else 0,
+        )
+        while True:
+            for frame in (yield from connection.receive()):
+                if frame.type is FrameType.GRANT:
+                    yield from self._send(connection, connection.decode(Grant, frame))
+                elif frame.type is FrameType.RESULT:
+                    self._take_results(connection.decode(Result, frame))
+                else:
+                    connection.decode(End, frame)
+                    return
+
+    def _request(self, records: list[OutgoingRecord], *, inline: bool) -> Offer:
+        left_ns = self.deadline_ns - time.monotonic_ns()
+        if left_ns <= 0:
+            raise DeadlineExceeded("the call's deadline passed before the offer was sent")
+        blocks = {record.block_bytes for record in records}
+        parts = bytes([record.part for record in records])
+        positions = [record.position for record in records]
+        return Offer(
+            namespace=self._namespace,
+            keys=b"".join([record.key for record in records]),
+            lengths=_pack([record.length_bytes for record in records]),
+            block_bytes=_pack(blocks if len(blocks) == 1 else [record.block_bytes for record in records]),
+            crc_tables=b"".join([record.crc_table for record in records]),
+            deadline_ns=left_ns - left_ns // 20,
+            durability=self._durability,
+            wait=self._wait,
+            run_heads=b"".join([record.run_head for record in records]),
+            parents=b"".join([record.parent for record in records]),
+            positions=b"" if positions[0] == U32_MAX and len(set(positions)) == 1 else _pack(positions),
+            parts=parts if any(parts) else b"",
+            volatile_ttl_ns=records[0].volatile_ttl_ns,
+            inline=inline,
+        )
+
+    def _send(self, connection: Connection, grant: Grant) -> Steps:
+        """The payloads of the granted items, whole items in the order of the grant."""
+        items = [at for (at,) in _U32.iter_unpack(grant.items)]
+        if any(at >= len(self._asked) for at in items):
+            raise Unavailable(f"node at {connection.address} granted an item that was not offered")
+        for slices, views, length in _data_frames(items, self._asked):
+            yield from connection.send_data(
+                encode_slices(slices), flags=len(slices), payload=views, payload_bytes=length
+            )
+
+    def _take_results(self, result: Result) -> None:
+        details = result.details.split("\n") if result.details else []
+        for index, (at,) in enumerate(_U32.iter_unpack(result.items)):
+            if at >= len(self._asked):
+                raise Unavailable(f"the node told the outcome of item {at}; {len(self._asked)} were offered")
+            content_id = result.content_ids[index * ID_BYTES : (index + 1) * ID_BYTES] or NO_CONTENT_ID
+            detail = details[index] if index < len(details) else ""
+            self._asked[at].finish(result.statuses[index], content_id=content_id, detail=detail)
+
+
+def refusal_of(job: Job, record: OutgoingRecord) -> tuple[RefusedReason, str]:
+    """The reason and detail for a record that is open although its job has ended for good."""
+    failure = job.failure
+    detail = str(failure) if failure is not None else "the node ended the offer without telling this item's outcome"
+    if isinstance(failure, Denied):
+        return RefusedReason.DENIED, detail
+    if isinstance(failure, UnknownNamespace):
+        return RefusedReason.UNKNOWN_NAMESPACE, detail
+    if isinstance(failure, InvalidRequest):
+        return RefusedReason.INVALID, detail
+    if isinstance(failure, QuotaExceeded):
+        return RefusedReason.QUOTA, detail
+    if isinstance(failure, NoSpace):
+        return RefusedReason.NO_SPACE, detail
+    if isinstance(failure, Overloaded):
+        return RefusedReason.OVERLOADED, detail
+    if record.was_offered:
+        return RefusedReason.OUTCOME_UNKNOWN, detail
+    if isinstance(failure, DeadlineExceeded):
+        return RefusedReason.DEADLINE, detail
+    return RefusedReason.OVERLOADED, detail
+
+
+def _views(record: OutgoingRecord) -> list[memoryview]:
+    return record.region.cut(record.base_bytes, record.length_bytes) if record.length_bytes else []
+
+
+def _data_frames(
+    items: Sequence[int], records: Sequence[OutgoingRecord]
+) -> Iterator[tuple[list[Slice], list[memoryview], int]]:
+    """DATA frames of about SLICE_BYTES_MAX of payload: a large item in several, small items together."""
+    slices: list[Slice] = []
+    views: list[memoryview] = []
+    total = 0
+    for item in items:
+        record = records[item]
+        step = max(record.block_bytes, SLICE_BYTES_MAX // record.block_bytes * record.block_bytes)
+        for offset in range(0, record.length_bytes or 1, step):
+            length = min(step, record.length_bytes - offset)
+            if slices and (total + length > SLICE_BYTES_MAX or len(slices) == SLICES_PER_FRAME_MAX):
+                yield slices, views, total
+                slices, views, total = [], [], 0
+            slices.append(
+                Slice(
+                    item,
+                    offset,
+                    length,
+                    0,
+                    offset + length == record.length_bytes,
+                    NO_CONTENT_ID,
+                    record.length_bytes,
+                    record.block_bytes,
+                    b"",
+                )
+            )
+            views += record.region.cut(record.base_bytes + offset, length) if length else []
+            total += length
+    if slices:
+        yield slices, views, total
+
+
+def _pack(numbers: Sequence[int] | set[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}I", *numbers)

@@ -1,0 +1,159 @@
+"""One target as this process sees it: its addresses, its connections, its health. No waiting in here.
+
+The lock of whoever drives the calls (a thread's condition, or one event loop) guards `take` and `give_back`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from kvstore.types.flow import FlowClass
+from kvstore.wire.messages import ID_BYTES, Welcome
+from kvstore_client.connection import Connection
+from kvstore_client.options import ClientOptions
+from kvstore_client.planner import TargetId
+from kvstore_client.retry import CircuitBreaker
+from kvstore_client.stats import Counters
+
+_RATE_WEIGHT = 0.2  # of the newest sample in the moving average of the read rate
+_RATE_BYTES_MIN = 256 * 1024  # smaller reads measure the round trip, not the rate
+
+
+class TargetLink:
+    """Connections to one target, at most `connections_per_target` in use, idle ones kept for the next call.
+
+    Attributes:
+        id: Of the target; "" for a node that is only asked for the view.
+        client_id: 16 random bytes of this process; its pins and writers belong to it.
+        boot_id: Of the node as last seen; zeros before the first WELCOME.
+        boot_count: Rises when another boot id is seen: pins and writers from before are gone.
+        breaker: Whether calls may try at all.
+        read_bytes_per_second: Moving average of large reads; 0.0 before the first.
+    """
+
+    __slots__ = (
+        "_addresses",
+        "_counters",
+        "_idle",
+        "_in_use",
+        "_next_address",
+        "_on_epoch",
+        "_options",
+        "_pid",
+        "boot_count",
+        "boot_id",
+        "breaker",
+        "client_id",
+        "id",
+        "read_bytes_per_second",
+        "token",
+    )
+
+    def __init__(
+        self,
+        target: TargetId,
+        addresses: tuple[str, ...],
+        *,
+        client_id: bytes,
+        options: ClientOptions,
+        counters: Counters,
+        on_epoch: Callable[[int], None],
+    ) -> None:
+        self.id = target
+        self.client_id = client_id
+        self.token = options.token
+        self.boot_id = bytes(ID_BYTES)
+        self.boot_count = 0
+        self.breaker = CircuitBreaker()
+        self.read_bytes_per_second = 0.0
+        self._addresses = addresses
+        self._next_address = 0
+        self._options = options
+        self._counters = counters
+        self._on_epoch = on_epoch
+        self._idle: list[Connection] = []
+        self._in_use: set[Connection] = set()
+        self._pid = os.getpid()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """ "host:port" of each way to it."""
+        return self._addresses
+
+    def move(self, addresses: tuple[str, ...]) -> None:
+        """The view gives other addresses. Idle connections to the old ones are closed."""
+        if addresses != self._addresses:
+            self._addresses, self._next_address = addresses, 0
+            self.drop_idle()
+
+    def take(self, flow: FlowClass, now_ns: int) -> Connection | None:
+        """A connection of that class for one call, open or to be opened; None when all are in use."""
+        if len(self._in_use) >= self._options.connections_per_target:
+            return None
+        found = None
+        for at in range(len(self._idle) - 1, -1, -1):
+            candidate = self._idle[at]
+            if now_ns - candidate.idle_since_ns > self._options.idle_ns:
+                self._idle.pop(at).close()
+            elif found is None and candidate.flow is flow:
+                found = self._idle.pop(at)
+        if found is None:
+            found = Connection(self._addresses[self._next_address], greeting=self, flow=flow)
+        self._in_use.add(found)
+        return found
+
+    def give_back(self, connection: Connection, now_ns: int) -> None:
+        """The call is over. The connection is kept when the next call can use it."""
+        self._in_use.discard(connection)
+        if not connection.is_idle or self._options.idle_ns <= 0:
+            connection.close()
+            return
+        connection.idle_since_ns = now_ns
+        connection.is_fresh = False
+        self._idle.append(connection)
+        same = [kept for kept in self._idle if kept.flow is connection.flow]
+        if len(same) > self._options.connections_per_target:
+            self._idle.remove(same[0])
+            same[0].close()
+
+    def try_next_address(self) -> None:
+        """The last one did not answer: use another way, if there is one."""
+        self._next_address = (self._next_address + 1) % len(self._addresses)
+
+    def drop_idle(self) -> None:
+        """Closes idle connections: their node is gone."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def interrupt(self) -> None:
+        """Closes idle connections and wakes the calls in progress, which fail as Unavailable."""
+        self.drop_idle()
+        for connection in list(self._in_use):
+            connection.interrupt()
+
+    def note_read(self, length_bytes: int, elapsed_ns: int) -> None:
+        """Measures the rate of reads."""
+        if length_bytes >= _RATE_BYTES_MIN and elapsed_ns > 0:
+            rate = length_bytes * 1e9 / elapsed_ns
+            known = self.read_bytes_per_second
+            self.read_bytes_per_second = known + _RATE_WEIGHT * (rate - known) if known else rate
+
+    def seen_boot_id(self) -> bytes:
+        """Greeting: what the node was when last seen."""
+        return self.boot_id
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """Greeting: a connection is open. Another boot id means that the node has forgotten pins and writers."""
+        self._counters.connections_opened += 1
+        if welcome.boot_id != self.boot_id:
+            if self.boot_id != bytes(ID_BYTES):
+                self.boot_count += 1
+                self._counters.restarts_noticed += 1
+                self.drop_idle()
+            self.boot_id = welcome.boot_id
+        self._on_epoch(welcome.epoch)
+
+    def saw_epoch(self, epoch: int) -> None:
+        """Greeting: the node's view had this epoch."""
+        self._on_epoch(epoch)
