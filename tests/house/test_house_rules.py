@@ -34,6 +34,7 @@ THIRD_PARTY_HOMES: dict[str, tuple[str, ...]] = {
     "rich": ("kvstore/cli/screen.py",),
     "torch": (INTEGRATIONS, "client/kvstore_client/demo/model_roles.py"),
     "transformers": (INTEGRATIONS, "client/kvstore_client/demo/model_roles.py"),
+    "typer": ("kvstore/cli/main.py",),
 }
 # typing_extensions is no library but the type checker's own.
 FREE_PACKAGES = {"numpy", "typing_extensions"}
