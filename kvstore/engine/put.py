@@ -226,7 +226,7 @@ class Put(Ticket):
     def grant(self, piece: Piece) -> None:
         """Give it memory for header and payload."""
         self.take(piece)
-        self.buffer = self.piece.view[: self.spec.payload_bytes] if self.piece is not None else memoryview(b"")
+        self.buffer = self.piece.view[: self.spec.payload_bytes] if self.piece is not None else memoryview(bytearray())
 
     @property
     def payload(self) -> memoryview | None:
