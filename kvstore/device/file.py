@@ -40,6 +40,7 @@ class DataFile:
     """
 
     __slots__ = (
+        "_claim_fd",
         "direct_io",
         "direct_reason",
         "fd",
@@ -53,6 +54,7 @@ class DataFile:
     def __init__(self, path: str, fd: int) -> None:
         self.path = path
         self.fd = fd
+        self._claim_fd = -1
         self.is_block_device = stat.S_ISBLK(os.fstat(fd).st_mode)
         self.size_bytes = 0
         self.direct_io = False
@@ -153,8 +155,24 @@ class DataFile:
         self._check_open()
         return self.size_bytes if self.is_block_device else os.fstat(self.fd).st_blocks * _BLOCK_UNIT_BYTES
 
+    def claim(self) -> None:
+        """Keep a block device from being mounted or made part of another while it is open (open(2), O_EXCL).
+
+        Raises:
+            Unavailable: it is mounted or claimed already.
+        """
+        try:
+            self._claim_fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_EXCL)
+        except OSError as error:
+            raise Unavailable(
+                f"{self.path} is mounted or claimed by the kernel ({error.strerror}); unmount it, or give another drive"
+            ) from error
+
     def close(self) -> None:
         """Unlock and close. Idempotent."""
+        if self._claim_fd >= 0:
+            os.close(self._claim_fd)
+            self._claim_fd = -1
         if self.fd >= 0:
             unlock_data_file(self.fd)
             os.close(self.fd)
@@ -191,12 +209,12 @@ def open_data_file(
     try:
         lock_data_file(file.fd, name, wait_ns=lock_wait_ns)
         if file.is_block_device:
-            _claim(file)
+            file.claim()
         file.set_size(size_bytes)
         if direct_io:
             file.try_direct_io()
     except BaseException:
-        os.close(file.fd)
+        file.close()
         raise
     return file
 
@@ -212,16 +230,6 @@ def _open(name: str, *, create: bool) -> int:
         os.close(fd)
         raise InvalidRequest(f"{name} is neither a regular file nor a block device; give the path of one")
     return fd
-
-
-def _claim(file: DataFile) -> None:
-    """Refuse a block device that is mounted or part of another device (open(2): O_EXCL on block devices)."""
-    try:
-        os.close(os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_EXCL))
-    except OSError as error:
-        raise Unavailable(
-            f"{file.path} is mounted or claimed by the kernel ({error.strerror}); unmount it, or give another drive"
-        ) from error
 
 
 def file_system_type(device_number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import os
@@ -130,6 +131,18 @@ def test_a_mounted_raw_device_is_refused(places: dict[str, Path]) -> None:
     device = Path("/dev") / Path(f"/sys/dev/block/{os.major(device_number)}:{os.minor(device_number)}").resolve().name
     with pytest.raises(Unavailable, match="mounted or claimed"):
         open_device(device, size_bytes=0)
+
+
+def test_a_raw_device_in_use_cannot_be_mounted(places: dict[str, Path]) -> None:
+    def claim() -> None:
+        os.close(os.open(places["raw-512"], os.O_RDONLY | os.O_EXCL))  # what mount(8) asks for
+
+    device = open_device(places["raw-512"], size_bytes=0)
+    with pytest.raises(OSError) as refused:
+        claim()
+    assert refused.value.errno == errno.EBUSY
+    device.close()
+    claim()
 
 
 def test_the_page_cache_is_really_bypassed(places: dict[str, Path], tmp_path: Path) -> None:
