@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvstore.errors import DeadlineExceeded, Internal, KVStoreError, Unavailable
@@ -60,8 +60,15 @@ class WorkerHandle:
     `run` is its one task: it ends when `stop` was called and the process is gone, or raises when the first start fails.
     """
 
-    def __init__(self, launch: WorkerLaunch, *, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        launch: WorkerLaunch,
+        *,
+        on_change: Callable[[], None],
+        command: Sequence[str] = (sys.executable, "-m", WORKER_MODULE),
+    ) -> None:
         self._launch = launch
+        self._command = command
         self._on_change = on_change
         self._state = WorkerState.DOWN
         self._detail = "not started yet"
@@ -184,7 +191,8 @@ class WorkerHandle:
         with theirs:
             launch = replace(self._launch, admin_fd=theirs.fileno(), data_port=self._port())
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", WORKER_MODULE, launch.to_argument()),
+                *self._command,
+                launch.to_argument(),
                 stdin=DEVNULL,
                 pass_fds=(theirs.fileno(),),
             )
@@ -204,8 +212,7 @@ class WorkerHandle:
         except (DeadlineExceeded, Unavailable) as error:
             if not channel.closed:
                 raise  # the worker's own words
-            process.kill()
-            await process.wait()
+            await _end(process)
             raise Unavailable(f"{_ending(process)} before it was ready; what it logged says why ({error})") from None
         self._readiness = _readiness(value)
 
@@ -220,6 +227,16 @@ class WorkerHandle:
         self._state = state
         self._detail = detail
         self._on_change()
+
+
+async def _end(process: Process) -> None:
+    """Wait for a process that has closed its socket, and is about to end by itself."""
+    try:
+        async with asyncio.timeout(WORKER_STOP_GRACE_NS / SECOND_NS):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
 
 
 def _ending(process: Process) -> str:
