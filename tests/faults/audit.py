@@ -41,7 +41,7 @@ class Audit:
 
 def audit(address: str, ledger: Ledger, *, beyond_documents: int = 2) -> Audit:
     """Reads all documents of which anything was begun whole, and some that nobody has begun."""
-    begun = sorted({document_of(key) for key in ledger.keys()})
+    begun = sorted({document_of(key) for key in ledger.known_keys()})
     first_new = begun[-1] + 1 if begun else 0
     documents = [*begun, *range(first_new, first_new + beyond_documents)]
     found: dict[int, bool] = {}

@@ -106,7 +106,7 @@ class Ledger:
         """What is known of the key now."""
         return self._fates.get(key, Fate.NEVER)
 
-    def keys(self) -> list[int]:
+    def known_keys(self) -> list[int]:
         """Every key that was begun."""
         return sorted(self._fates)
 

@@ -83,6 +83,12 @@ class Load:
         for thread in self._threads:
             thread.start()
 
+    def run_for(self, length_s: float) -> None:
+        """Start, work for so long, stop."""
+        self.start()
+        self._stop.wait(length_s)
+        self.stop()
+
     def stop(self) -> None:
         """Let every call end, then close the clients."""
         self._stop.set()

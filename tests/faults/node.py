@@ -17,7 +17,7 @@ from typing import Final
 from tests.faults.hurt_device import CONTROL_VARIABLE, Order
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-READY_S: Final = 60.0
+READY_S: Final = 120.0  # under an emulated processor too
 POLL_S: Final = 0.005
 TAIL_BYTES: Final = 4_000
 
@@ -42,13 +42,16 @@ class HurtNode:
         cache: str = "16MiB",
         staging: str = "32MiB",
         arguments: Sequence[str] = (),
+        module: str = "tests.faults.faulty_serve",
     ) -> None:
         """
         Args:
             folder: takes log, ready file and control file, and the data dir unless `data_dir` names another.
             arguments: further arguments of `kvstore serve`.
+            module: what to run; "kvstore" is the product without a drive that can be hurt.
         """
         self.data_dir = data_dir or folder / "data"
+        self._module = module
         self.log_file = folder / "node.log"
         self.control = folder / "control.json"
         self.starts_s: list[float] = []
@@ -57,7 +60,8 @@ class HurtNode:
         self._sizes = ["--capacity", capacity, "--cache", cache, "--staging", staging, *arguments]
         self._ports = {"grpc": 0, "data": 0, "metrics": 0}
         self._process: subprocess.Popen[bytes] | None = None
-        self.data_dir.mkdir(parents=True, exist_ok=True)
+        if not self.data_dir.is_block_device():
+            self.data_dir.mkdir(parents=True, exist_ok=True)
 
     # ---- life and death ---------------------------------------------------------------------------------------------
 
@@ -66,7 +70,7 @@ class HurtNode:
         assert self._process is None, "it runs already"
         self._ready_file.unlink(missing_ok=True)
         began = time.monotonic()
-        command = [sys.executable, "-m", "tests.faults.faulty_serve", "serve", "--data-dir", str(self.data_dir)]
+        command = [sys.executable, "-m", self._module, "serve", "--data-dir", str(self.data_dir)]
         command += ["--host", "127.0.0.1", "--ready-file", str(self._ready_file), *self._sizes]
         for name, port in self._ports.items():
             command += [f"--{name}-port", str(port)]

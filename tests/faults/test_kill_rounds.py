@@ -1,4 +1,4 @@
-"""kill -9 at every step of a put under load: what was acknowledged is there, nothing else is, and never a wrong byte."""
+"""kill -9 at every step of a put under load: what was acknowledged is there, nothing else is, no byte is wrong."""
 
 from __future__ import annotations
 

@@ -1,0 +1,67 @@
+"""The power goes while a node is under load: no wrong byte, and what was promised against it is there.
+
+Chunks with durability="commit" may be lost, and are counted; durability="power" and deletes must hold.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.faults.ledger import Event, Fate, Ledger
+from tests.powercut.boot_image import missing_programs
+from tests.powercut.nbd import NbdServer, VolatileDisk
+from tests.powercut.vm import VirtualMachine
+
+DISK_BYTES = 160 << 20
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(missing_programs()), reason=f"the virtual machine needs {missing_programs()}"),
+]
+
+
+def boot(folder: Path, disk: NbdServer, word: str, seed: int, kind: str, events: list[str]) -> VirtualMachine:
+    folder.mkdir()
+    (folder / "events").write_text("\n".join(events))
+    command = [sys.executable, "-m", "tests.powercut.guest_node", word, str(seed), kind]
+    return VirtualMachine(folder, command, disk=disk.path, sector_bytes=(512, 4096)[seed % 2])
+
+
+@pytest.mark.parametrize("kind", ["ext4", "raw"])
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_power_cut_under_load(tmp_path: Path, kind: str, seed: int) -> None:
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(DISK_BYTES)
+    server = NbdServer(VolatileDisk(image), tmp_path / "nbd")
+    with boot(tmp_path / "first", server, "load", seed, kind, []) as machine:
+        machine.wait_said(random.Random(seed).randint(60, 400), timeout_s=600)
+    flushes = server.disk.flushes
+    lines = machine.said()
+    cut = server.cut(seed)
+    assert server.error is None
+
+    ledger = Ledger()
+    for line in lines:
+        ledger.apply(Event.from_line(line))
+    fates = Counter(ledger.fate(key) for key in ledger.known_keys())
+    server = NbdServer(VolatileDisk(image), tmp_path / "nbd")
+    with boot(tmp_path / "second", server, "audit", seed, kind, lines) as machine:
+        assert machine.wait(timeout_s=600) == 0, machine.printed()
+    server.close()
+    report = json.loads(machine.said()[-1])
+    print(f"{kind}, seed {seed}: {len(lines)} events, {flushes} flushes, {cut}")
+    print("  before:", ", ".join(f"{fate.value} {count}" for fate, count in sorted(fates.items(), key=str)))
+    print("  after:", {name: value for name, value in report.items() if name not in ("mode", "reasons")})
+    printed = f"seed {seed}: {report}"
+    assert report["wrong"] == [], printed
+    assert report["lost_synced"] == [], printed
+    assert report["resurrected"] == [], printed
+    assert fates[Fate.SYNCED], "nothing was put with durability=power: the test tested nothing"
