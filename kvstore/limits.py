@@ -59,6 +59,7 @@ DEVICE_IO_BYTES_MAX: Final = 4 * MiB
 READ_COALESCE_BYTES: Final = 1 * MiB
 RANGE_WHOLE_BYTES: Final = 256 * KiB  # a record up to this is read whole even if only a range of it is wanted
 DEVICE_LOCK_WAIT_NS: Final = 10 * SECOND_NS
+DEVICE_CLAIM_WAIT_NS: Final = 200 * MS_NS
 DEVICE_RETRIES_MAX: Final = 64
 DEVICE_THREADS_MAX: Final = 32
 DEVICE_FAILED_AFTER_ERRORS: Final = 8

@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Final
 
@@ -18,10 +19,11 @@ from kvstore.device import syscalls
 from kvstore.device.lock import lock_data_file, unlock_data_file
 from kvstore.device.transfer import ALIGNMENT_BYTES
 from kvstore.errors import Closed, InvalidRequest, Unavailable
-from kvstore.limits import DEVICE_LOCK_WAIT_NS
+from kvstore.limits import DEVICE_CLAIM_WAIT_NS, DEVICE_LOCK_WAIT_NS
 
 _BLOCK_UNIT_BYTES: Final = 512  # unit of st_blocks, stat(2)
 _UNSUPPORTED: Final = frozenset((errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY, errno.EINVAL))
+_POLL_SECONDS: Final = 0.01
 _RAM_FILE_SYSTEMS: Final = frozenset(("tmpfs", "ramfs"))
 
 
@@ -40,7 +42,6 @@ class DataFile:
     """
 
     __slots__ = (
-        "_claim_fd",
         "direct_io",
         "direct_reason",
         "fd",
@@ -54,7 +55,6 @@ class DataFile:
     def __init__(self, path: str, fd: int) -> None:
         self.path = path
         self.fd = fd
-        self._claim_fd = -1
         self.is_block_device = stat.S_ISBLK(os.fstat(fd).st_mode)
         self.size_bytes = 0
         self.direct_io = False
@@ -156,23 +156,30 @@ class DataFile:
         return self.size_bytes if self.is_block_device else os.fstat(self.fd).st_blocks * _BLOCK_UNIT_BYTES
 
     def claim(self) -> None:
-        """Keep a block device from being mounted or made part of another while it is open (open(2), O_EXCL).
+        """Go on with an exclusive descriptor of a block device, so that nobody can mount it under us (open(2), O_EXCL).
+
+        The claim must be on the descriptor that discards: the kernel refuses BLKDISCARD on a claimed device else.
 
         Raises:
             Unavailable: it is mounted or claimed already.
         """
-        try:
-            self._claim_fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_EXCL)
-        except OSError as error:
-            raise Unavailable(
-                f"{self.path} is mounted or claimed by the kernel ({error.strerror}); unmount it, or give another drive"
-            ) from error
+        deadline_ns = time.monotonic_ns() + DEVICE_CLAIM_WAIT_NS  # a dying owner's lock goes just before its claim
+        while True:
+            try:
+                exclusive = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_EXCL)
+                break
+            except OSError as error:
+                if error.errno != errno.EBUSY or time.monotonic_ns() >= deadline_ns:
+                    raise Unavailable(
+                        f"{self.path} is mounted or claimed by the kernel ({error.strerror}); unmount it, "
+                        "or give another drive"
+                    ) from error
+            time.sleep(_POLL_SECONDS)
+        self.close()
+        self.fd = exclusive
 
     def close(self) -> None:
         """Unlock and close. Idempotent."""
-        if self._claim_fd >= 0:
-            os.close(self._claim_fd)
-            self._claim_fd = -1
         if self.fd >= 0:
             unlock_data_file(self.fd)
             os.close(self.fd)
@@ -210,6 +217,7 @@ def open_data_file(
         lock_data_file(file.fd, name, wait_ns=lock_wait_ns)
         if file.is_block_device:
             file.claim()
+            lock_data_file(file.fd, name, wait_ns=lock_wait_ns)
         file.set_size(size_bytes)
         if direct_io:
             file.try_direct_io()
