@@ -108,6 +108,7 @@ READ_WINDOW_BYTES: Final = 16 * MiB
 READS_IN_FLIGHT_MAX: Final = 128  # device operations; more would only wait in the dispatch queue and hold memory
 SUSPECT_RECORDS_MAX: Final = 4_096  # records that the drive failed to read once
 GRANTS_WAITING_MAX: Final = 65_536
+MOVES_IN_FLIGHT_MAX: Final = 16  # records of a victim that are read and written again side by side
 OWNER_SWEEP_NS: Final = 250 * MS_NS  # how soon a put without an owner is noticed
 WRITE_ATTEMPTS_MAX: Final = 2  # a record whose write failed is tried once more, in another segment
 WRITERS_PER_CLIENT_MAX: Final = 64

@@ -22,6 +22,7 @@ assert os.sysconf("SC_IOV_MAX") >= IO_VECTORS_MAX, "sendmsg(2) would refuse our 
 LISTEN_BACKLOG: Final = 1024
 _RETRY: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR, errno.ENOBUFS})
 _SENDS_PER_EVENT_MAX: Final = 8
+_DISCARD_BYTES: Final = 64 * 1024
 
 
 class TcpChannel:
@@ -93,6 +94,22 @@ class TcpChannel:
     def send(self, message: Message, request_id: int, *, epoch: int = 0) -> None:
         """Queues a message."""
         self.writer.push_message(message, request_id, epoch=epoch)
+
+    def end_output(self) -> None:
+        """Tells the peer that nothing more will come; it can still read what was sent. Raises Unavailable."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            raise self._broken(error) from None
+
+    def discard(self) -> bool:
+        """Throws away what has arrived; False once the peer has closed. Raises Unavailable."""
+        try:
+            return bool(self._socket.recv(_DISCARD_BYTES))
+        except OSError as error:
+            if error.errno in _RETRY:
+                return True
+            raise self._broken(error) from None
 
     def close(self) -> None:
         """Closes the socket and drops what is queued. Idempotent."""

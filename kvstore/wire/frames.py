@@ -429,6 +429,13 @@ class FrameWriter:
         while marks and marks[0][0] <= self._sent:
             marks.popleft()[1]()
 
+    def when_sent(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once everything queued so far has been sent or dropped; at once when nothing is queued."""
+        if self._sent == self._queued:
+            callback()
+        else:
+            self._marks.append((self._queued, callback))
+
     def drop(self) -> None:
         """Forgets everything queued (the connection is gone) and calls every outstanding `on_sent`."""
         self._iovecs.clear()

@@ -1,0 +1,125 @@
+"""A batch of writes as its items: what OFFER and WRITER_OPEN say in parallel blobs, item by item."""
+
+from __future__ import annotations
+
+import struct
+
+from kvstore.engine.api import POSITION_NONE, Durability, NamespaceRef, PutSpec
+from kvstore.errors import InvalidRequest
+from kvstore.limits import (
+    CHECKSUM_BYTES_MAX,
+    CHECKSUM_BYTES_MIN,
+    DIGEST_BYTES,
+    PARTS_MAX,
+    PAYLOAD_BYTES_MAX,
+)
+from kvstore.types.checksum import block_count
+from kvstore.types.flow import FlowClass
+from kvstore.wire.messages import ID_BYTES, Offer, WriterOpen
+
+_NO_DIGEST = bytes(DIGEST_BYTES)
+_NO_ID = bytes(ID_BYTES)
+
+
+class Batch:
+    """Items of one OFFER or WRITER_OPEN; cheap to make for any number, `spec` costs when an item's turn comes."""
+
+    __slots__ = ("_blocks", "_crc_ends", "_message", "_positions", "count", "lengths")
+
+    def __init__(self, message: Offer | WriterOpen) -> None:
+        """
+        Raises:
+            InvalidRequest: The CRC tables do not have the words that lengths and blocks ask for, so that no item's
+                table can be told from the next one's.
+        """
+        self._message = message
+        self.count = len(message.keys) // DIGEST_BYTES
+        self.lengths = unpack_u32(message.lengths)
+        blocks = unpack_u32(message.block_bytes)
+        self._blocks = blocks * self.count if len(blocks) == 1 else blocks
+        self._positions = unpack_u32(message.positions)
+        self._crc_ends = self._find_crcs(message.crc_tables) if isinstance(message, Offer) else None
+
+    def key(self, item: int) -> bytes:
+        """The record key of an item."""
+        at = item * DIGEST_BYTES
+        return self._message.keys[at : at + DIGEST_BYTES]
+
+    def block_bytes(self, item: int) -> int:
+        """The checksum block of an item."""
+        return self._blocks[item]
+
+    def defect(self, item: int) -> str:
+        """What is wrong with an item alone, "" if nothing: the thing, the value, the limit."""
+        length, block = self.lengths[item], self._blocks[item]
+        if length > PAYLOAD_BYTES_MAX:
+            return f"item {item} has {length} bytes, the limit is {PAYLOAD_BYTES_MAX}: split the chunk into shards"
+        if not CHECKSUM_BYTES_MIN <= block <= CHECKSUM_BYTES_MAX:
+            return (
+                f"item {item} has checksum blocks of {block} bytes; "
+                f"from {CHECKSUM_BYTES_MIN} to {CHECKSUM_BYTES_MAX} are allowed"
+            )
+        if self._message.parts and self._message.parts[item] > PARTS_MAX:
+            return f"item {item} is of part {self._message.parts[item]}, the limit is {PARTS_MAX}"
+        return ""
+
+    def spec(
+        self, item: int, *, namespace: NamespaceRef, flow: FlowClass, deadline_ns: int, client_id: bytes
+    ) -> PutSpec:
+        """What the engine is asked for an item without defect."""
+        message = self._message
+        crc_table = None
+        durability = Durability.COMMIT
+        content_id = _NO_ID
+        if isinstance(message, Offer):
+            assert self._crc_ends is not None
+            crc_table = message.crc_tables[self._crc_ends[item] : self._crc_ends[item + 1]]
+            durability = Durability(message.durability)
+            if message.content_ids:
+                content_id = message.content_ids[item * ID_BYTES : (item + 1) * ID_BYTES]
+        return PutSpec(
+            namespace=namespace,
+            key=self.key(item),
+            payload_bytes=self.lengths[item],
+            block_bytes=self._blocks[item],
+            crc_table=crc_table,
+            flow=flow,
+            deadline_ns=deadline_ns,
+            client_id=client_id,
+            position=self._positions[item] if self._positions else POSITION_NONE,
+            run_head=self._digest(message.run_heads, item),
+            parent=self._digest(message.parents, item),
+            part=message.parts[item] if message.parts else 0,
+            durability=durability,
+            volatile_ttl_ns=message.volatile_ttl_ns,
+            content_id=content_id,
+        )
+
+    def _digest(self, blob: bytes, item: int) -> bytes:
+        if len(blob) == DIGEST_BYTES:
+            return blob
+        return blob[item * DIGEST_BYTES : (item + 1) * DIGEST_BYTES] if blob else _NO_DIGEST
+
+    def _find_crcs(self, crc_tables: bytes) -> list[int]:
+        """Where each item's table begins in the blob, and where the last one ends."""
+        ends = [0]
+        at = 0
+        for length, block in zip(self.lengths, self._blocks, strict=True):
+            at += 4 * block_count(length, block) if block else 0
+            ends.append(at)
+        if at != len(crc_tables):
+            raise InvalidRequest(
+                f"OFFER.crc_tables has {len(crc_tables) // 4} words, "
+                f"the lengths and checksum blocks of its {self.count} items need {at // 4}"
+            )
+        return ends
+
+
+def unpack_u32(blob: bytes) -> tuple[int, ...]:
+    """The little-endian words of a blob."""
+    return struct.unpack(f"<{len(blob) // 4}I", blob)
+
+
+def pack_u32(words: list[int]) -> bytes:
+    """The blob of some words."""
+    return struct.pack(f"<{len(words)}I", *words)

@@ -1,0 +1,114 @@
+"""One request in progress on a connection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+from kvstore.errors import KVStoreError
+from kvstore.telemetry.metrics import Verb
+from kvstore.types.results import MissReason
+from kvstore.wire.messages import End
+from kvstore.wire.schema import Message
+
+if TYPE_CHECKING:
+    from kvstore.server.connection import Connection
+
+
+P = ParamSpec("P")
+C = TypeVar("C", bound="Call")
+
+
+def shielded(
+    method: Callable[Concatenate[C, P], None],
+) -> Callable[Concatenate[C, P], None]:
+    """For what the engine calls back: a defect in it costs its own connection, and never reaches the engine."""
+
+    @wraps(method)
+    def run(self: C, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 -- the root of a callback's work
+            self.connection.broke(error)
+
+    return run
+
+
+class Call:
+    """Base of every call. It ends exactly once: by `finish` or `fail` of its own, by `cancel`, or by `abandon`.
+
+    Output is pulled, never pushed: a call that has something to say calls `connection.request_send()`, and the data
+    plane calls `pump` when it is the connection's turn and the socket takes more.
+
+    Attributes:
+        verb: what it is counted as.
+        started_ns, deadline_ns: monotonic; after the deadline, `overdue` is called now and then.
+        over: it has ended; callbacks that still come are ignored.
+    """
+
+    __slots__ = ("connection", "deadline_ns", "over", "request_id", "started_ns", "verb")
+
+    def __init__(self, connection: Connection, verb: Verb, *, now_ns: int, deadline_ns: int) -> None:
+        self.connection = connection
+        self.verb = verb
+        self.request_id = connection.session.request_id
+        self.started_ns = now_ns
+        self.deadline_ns = deadline_ns
+        self.over = False
+
+    def has_output(self) -> bool:
+        """Whether `pump` would queue anything now."""
+        return False
+
+    def pump(self) -> None:
+        """Queues the next output: at most one frame of payload, and the end of the call when nothing else is left."""
+
+    def cancel(self) -> None:
+        """The client wants it to end now; its END still goes out."""
+        self.release()
+        self.finish(End())
+
+    def overdue(self) -> None:
+        """The deadline has passed. Calls whose deadline the engine keeps do nothing here."""
+
+    def abandon(self) -> None:
+        """The connection is gone, or the call failed."""
+        if not self.over:
+            self.over = True
+            self.release()
+
+    def release(self) -> None:
+        """Gives back what the call holds of the engine; nothing is delivered any more. Idempotent."""
+
+    def finish(self, message: Message) -> None:
+        """The last frame of a call that went well."""
+        if not self.over:
+            self.over = True
+            self.connection.finish(self, message)
+
+    def fail(self, error: KVStoreError) -> None:
+        """Ends with ERROR."""
+        if not self.over:
+            self.over = True
+            self.release()
+            self.connection.fail(error)
+
+
+class Answer(Call):
+    """A call that waits for one callback of the engine, and is answered by one END."""
+
+    __slots__ = ("_count",)
+
+    def __init__(self, connection: Connection, verb: Verb, *, count: int, now_ns: int, deadline_ns: int) -> None:
+        super().__init__(connection, verb, now_ns=now_ns, deadline_ns=deadline_ns)
+        self._count = count
+
+    @shielded
+    def done(self, statuses: bytes = b"") -> None:
+        """The engine has answered."""
+        self.finish(End(statuses=statuses))
+
+    def cancel(self) -> None:
+        """Ends as if the deadline had come."""
+        self.finish(End(statuses=bytes([MissReason.DEADLINE]) * self._count))

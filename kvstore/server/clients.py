@@ -1,0 +1,78 @@
+"""Client processes, which may hold several connections: their open writers, and when they are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvstore.server.writer import Writer
+
+
+class Client:
+    """One client process, by the id of its HELLO.
+
+    Attributes:
+        id: 16 bytes.
+        connections: how many it holds.
+        writers: its layer-wise writers by writer id.
+        writer_bytes: sum of their lengths.
+    """
+
+    __slots__ = ("_last_writer_id", "connections", "id", "writer_bytes", "writers")
+
+    def __init__(self, client_id: bytes) -> None:
+        self.id = client_id
+        self.connections = 0
+        self.writers: dict[int, Writer] = {}
+        self.writer_bytes = 0
+        self._last_writer_id = 0
+
+    def add_writer(self, writer: Writer) -> int:
+        """The id of a writer that was opened; 0 is never one."""
+        self._last_writer_id = self._last_writer_id % 0xFFFF_FFFF + 1
+        self.writers[self._last_writer_id] = writer
+        self.writer_bytes += writer.record_bytes
+        return self._last_writer_id
+
+    def take_writer(self, writer_id: int) -> Writer | None:
+        """Removes a writer that is committed or given up."""
+        writer = self.writers.pop(writer_id, None)
+        if writer is not None:
+            self.writer_bytes -= writer.record_bytes
+        return writer
+
+
+class Clients:
+    """All clients that hold a connection or have unfinished writers."""
+
+    def __init__(self) -> None:
+        self._clients: dict[bytes, Client] = {}
+
+    def enter(self, client_id: bytes) -> Client:
+        """A connection of the client has greeted."""
+        client = self._clients.get(client_id)
+        if client is None:
+            client = self._clients[client_id] = Client(client_id)
+        client.connections += 1
+        return client
+
+    def leave(self, client: Client) -> bool:
+        """A connection has closed; True when it was the client's last."""
+        client.connections -= 1
+        self._drop_if_unused(client)
+        return not client.connections
+
+    def expire_writers(self, now_ns: int) -> Iterator[Writer]:
+        """Takes out the writers whose owner has not written for their time to live."""
+        for client in list(self._clients.values()):
+            for writer_id, writer in list(client.writers.items()):
+                if writer.expires_ns <= now_ns and not writer.receiving:
+                    client.take_writer(writer_id)
+                    yield writer
+            self._drop_if_unused(client)
+
+    def __iter__(self) -> Iterator[Client]:
+        return iter(self._clients.values())
+
+    def _drop_if_unused(self, client: Client) -> None:
+        if not client.connections and not client.writers:
+            self._clients.pop(client.id, None)

@@ -1,0 +1,315 @@
+"""One connection of the data plane: its channel, its session, the call in progress, and what happens when they fail.
+
+This is the root of all work that a peer causes: whatever goes wrong with it ends here, as an ERROR frame, and at worst
+the connection closes. The worker goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvstore.errors import DeadlineExceeded, Internal, InvalidRequest, KVStoreError, Unavailable
+from kvstore.limits import (
+    FRAME_AIM_BYTES,
+    FRAME_BODY_BYTES_MAX,
+    HELLO_BODY_BYTES_MAX,
+    HELLO_WAIT_NS,
+    INLINE_PUT_BYTES_MAX,
+    LINGER_NS,
+    SECOND_NS,
+)
+from kvstore.server.call import Call
+from kvstore.server.clients import Client
+from kvstore.server.loop import BROKEN, READABLE, WRITABLE, Loop
+from kvstore.telemetry.metrics import DataplaneMetrics, error_index
+from kvstore.transport.tcp_node import TcpNodeChannel
+from kvstore.types.flow import FlowClass
+from kvstore.wire.failures import code_of, text_of
+from kvstore.wire.frames import Frame
+from kvstore.wire.header import FrameType
+from kvstore.wire.messages import ErrorReply
+from kvstore.wire.schema import Message
+from kvstore.wire.session import ServerSession, State, Verdict
+
+log = logging.getLogger(__name__)
+
+
+class Plane(Protocol):
+    """What a connection needs of the data plane."""
+
+    loop: Loop
+    metrics: DataplaneMetrics
+    epoch: int
+    now_ns: int
+
+    def handle(self, connection: Connection, frame: Frame) -> None:
+        """Carries out a request, or CANCEL."""
+
+    def place_writer_slices(self, connection: Connection, frame: Frame) -> Sequence[memoryview] | None:
+        """Destination of a WRITER_WRITE's payload."""
+
+    def want_send(self, connection: Connection) -> None:
+        """The connection wants a turn to send."""
+
+    def closed(self, connection: Connection) -> None:
+        """The connection is gone."""
+
+
+class Connection:
+    """A client's connection, or with `is_admin` the supervisor's.
+
+    Attributes:
+        client: who it is, from HELLO on.
+        flow: class of its requests, from HELLO.
+        call: the request in progress.
+        due_ns: when it is closed unless something arrives before (HELLO, idle and lingering limits).
+        in_turn: it stands in the data plane's queue of senders.
+    """
+
+    __slots__ = (
+        "_blocked",
+        "_interest",
+        "_lingering",
+        "_plane",
+        "_waits_writable",
+        "call",
+        "channel",
+        "client",
+        "due_ns",
+        "flow",
+        "in_turn",
+        "is_admin",
+        "is_closed",
+        "metrics",
+        "session",
+    )
+
+    def __init__(self, accepted: socket.socket, plane: Plane, *, due_ns: int, is_admin: bool = False) -> None:
+        self._plane = plane
+        self.metrics = plane.metrics
+        self.channel = TcpNodeChannel(accepted, self, body_bytes_max=HELLO_BODY_BYTES_MAX)
+        self.session = ServerSession()
+        self.is_admin = is_admin
+        self.client: Client | None = None
+        self.flow = FlowClass.BACKGROUND
+        self.call: Call | None = None
+        self.due_ns = due_ns
+        self.in_turn = False
+        self.is_closed = False
+        self._lingering = False
+        self._blocked = False
+        self._waits_writable = False
+        self._interest: int = READABLE
+        plane.loop.watch(self.channel.fileno(), self._on_event)
+
+    @property
+    def epoch(self) -> int:
+        """Of the node's view."""
+        return self._plane.epoch
+
+    @property
+    def now_ns(self) -> int:
+        """The time of this turn of the loop."""
+        return self._plane.now_ns
+
+    # --- receiving --------------------------------------------------------------------------------------------------
+    def _on_event(self, events: int) -> None:
+        if events & WRITABLE and self._blocked:
+            self._blocked = False
+            self.request_send()
+        if events & (READABLE | BROKEN) and not self.is_closed:
+            if self._lingering:
+                self._discard()
+            else:
+                self.guard(self._receive)
+
+    def _receive(self) -> None:
+        for frame in self.channel.on_readable():
+            self._arrived(frame)
+        if self.channel.reader.paused and not self.is_closed:
+            self._watch()
+
+    def _arrived(self, frame: Frame) -> None:
+        if self._lingering or self.is_closed:
+            return
+        if not frame.payload_bytes and self.session.receive(frame.type, frame.request_id) is Verdict.IGNORE:
+            return
+        if frame.type is FrameType.DATA:
+            self.channel.landed(frame)
+        else:
+            self._handle(frame)
+
+    def _handle(self, frame: Frame) -> None:
+        try:
+            self._plane.handle(self, frame)
+        except KVStoreError as error:
+            if self.session.request is None:
+                raise
+            self._abandon_call()
+            self.fail(error)
+
+    def place_other(self, frame: Frame) -> Sequence[memoryview] | None:
+        """Payload begins (transport.tcp_node.OtherPayload): of an inline OFFER, or of WRITER_WRITE."""
+        self.session.receive(frame.type, frame.request_id)
+        if frame.type is FrameType.WRITER_WRITE:
+            return self._plane.place_writer_slices(self, frame)
+        if frame.payload_bytes > INLINE_PUT_BYTES_MAX:
+            raise InvalidRequest(
+                f"OFFER frame carries {frame.payload_bytes} bytes of payload, the limit is {INLINE_PUT_BYTES_MAX}: "
+                "send the data after its GRANT"
+            )
+        return [memoryview(bytearray(frame.payload_bytes))]
+
+    def accepts_data(self, frame: Frame) -> bool:
+        """DATA begins (transport.tcp_node.OtherPayload): of the call in progress, or late."""
+        return self.session.receive(frame.type, frame.request_id) is Verdict.ACCEPT
+
+    def resume(self, destination: Sequence[memoryview]) -> None:
+        """Memory for the payload that the reader is paused at is there."""
+        self.guard(lambda: self._resume(destination))
+
+    def _resume(self, destination: Sequence[memoryview]) -> None:
+        for frame in self.channel.reader.place_later(destination):
+            self._arrived(frame)
+        if not self.is_closed:
+            self._watch()
+
+    # --- sending ----------------------------------------------------------------------------------------------------
+    def request_send(self) -> None:
+        """There is output: take a turn, unless the socket takes nothing now."""
+        if not self.in_turn and not self._blocked and not self.is_closed:
+            self._plane.want_send(self)
+
+    def send_turn(self) -> bool:
+        """Sends about one frame of payload; True when another turn is wanted."""
+        if self.is_closed:
+            return False
+        self.guard(self._send)
+        return not self._blocked and self._has_output()
+
+    def _send(self) -> None:
+        call = self.call
+        channel = self.channel
+        if call is not None and channel.pending_bytes < FRAME_AIM_BYTES and call.has_output():
+            call.pump()
+        self._blocked = not channel.on_writable()
+        if self._blocked is not self._waits_writable:
+            self._watch()
+        if self._lingering and not self._blocked:
+            channel.end_output()  # what we leave unread must not reset the connection before they are read
+
+    def _has_output(self) -> bool:
+        call = self.call
+        return call is not None and not self.is_closed and call.has_output()
+
+    def finish(self, call: Call, message: Message) -> None:
+        """`call` is over, `message` its last frame."""
+        assert call is self.call, "a call that is not in progress has ended"
+        self.answer(message)
+
+    def answer(self, message: Message) -> None:
+        """The last frame of the request in progress."""
+        plane = self._plane
+        self.session.send(message.TYPE)
+        self.channel.send(message, self.session.request_id, epoch=plane.epoch)
+        self.call = None
+        self.request_send()
+
+    def fail(self, error: KVStoreError) -> None:
+        """The request in progress ends with ERROR; the connection lives on."""
+        self.metrics.errors[error_index(error)] += 1
+        self.answer(ErrorReply(code=code_of(error), text=text_of(error), closing=False))
+
+    # --- ending -----------------------------------------------------------------------------------------------------
+    def guard(self, work: Callable[[], None]) -> None:
+        """Runs `work`, which the peer has caused; every fault that it ends with is handled here."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 -- the root of everything that a peer causes
+            self.broke(error)
+
+    def broke(self, error: Exception) -> None:
+        """The work for this connection ended with `error`: it closes, after last words if the peer can hear them."""
+        if isinstance(error, Unavailable):
+            self.close()  # the peer is gone: its own affair
+        elif isinstance(error, KVStoreError):
+            self.metrics.protocol_errors += 1
+            log.info("%s: %s", self.channel.peer, error)
+            self.give_up(error)
+        else:
+            log.error("defect while serving %s", self.channel.peer, exc_info=error)
+            self.give_up(Internal("the node has a defect; its log has the details"))
+
+    def give_up(self, error: KVStoreError) -> None:
+        """Last words, then close: the connection cannot be used any more."""
+        if self.is_closed or self._lingering:
+            self.close()
+            return
+        self.metrics.errors[error_index(error)] += 1
+        self._abandon_call()
+        self.session.close()
+        self.channel.send(
+            ErrorReply(code=code_of(error), text=text_of(error), closing=True), 0, epoch=self._plane.epoch
+        )
+        self._lingering = True
+        self.due_ns = self._plane.now_ns + LINGER_NS
+        self._watch()
+        self.request_send()
+
+    def expire(self) -> None:
+        """`due_ns` has passed: it has not greeted, was idle for long, or does not read our last words."""
+        if self.session.state is State.NEW:
+            wait_s = HELLO_WAIT_NS // SECOND_NS
+            self.give_up(DeadlineExceeded(f"no HELLO came within {wait_s} s of connecting: send it first"))
+        elif self._lingering or (self.session.request is None and not self.is_admin):
+            self.close()
+
+    def close(self) -> None:
+        """Closes at once; the call in progress is abandoned. Idempotent."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._plane.loop.forget(self.channel.fileno())
+        self.session.close()
+        self._abandon_call()
+        self.channel.close()
+        self._plane.closed(self)
+
+    def greeted(self, client: Client, flow: FlowClass) -> None:
+        """HELLO was accepted."""
+        self.client = client
+        self.flow = flow
+        self.channel.reader.allow_bodies(FRAME_BODY_BYTES_MAX)
+
+    @property
+    def is_idle(self) -> bool:
+        """No request in progress and nothing left to send."""
+        return self.session.state in (State.IDLE, State.NEW) and not self.channel.pending_bytes
+
+    def _abandon_call(self) -> None:
+        call, self.call = self.call, None
+        if call is not None:
+            self.metrics.cancelled += 1
+            call.abandon()
+        self.channel.unfetch()
+
+    def _discard(self) -> None:
+        try:
+            if not self.channel.discard():
+                self.close()
+        except Unavailable:
+            self.close()
+
+    def _watch(self) -> None:
+        """Tells the loop what this connection waits for, if that has changed."""
+        interest = 0 if self.channel.reader.paused and not self._lingering else READABLE
+        # write interest stays while more follows at once: it would be wanted back in the next turn
+        self._waits_writable = self._blocked or (self._waits_writable and self._has_output())
+        if self._waits_writable:
+            interest |= WRITABLE
+        if interest != self._interest:
+            self._interest = interest
+            self._plane.loop.change(self.channel.fileno(), interest)

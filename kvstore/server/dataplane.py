@@ -1,0 +1,419 @@
+"""The data plane: connections, whose turn it is to send, and which request goes where.
+
+Single-threaded; the worker's loop calls `turn` after each round of readiness events. Requests are carried out as their
+frames arrive; output is sent round robin, about one frame of payload for each connection in each turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.engine.api import Engine
+from kvstore.errors import Denied, InvalidRequest, Overloaded, StaleView
+from kvstore.limits import (
+    ACCEPTS_PER_EVENT_MAX,
+    BATCH_ITEMS_MAX,
+    CONNECTIONS_MAX,
+    FRAME_BODY_BYTES_MAX,
+    FRAME_PAYLOAD_BYTES_MAX,
+    HELLO_WAIT_NS,
+    IDLE_WAIT_NS,
+    INLINE_PUT_BYTES_MAX,
+    PUT_WINDOW_BYTES,
+    SWEEP_NS,
+)
+from kvstore.server import lookups
+from kvstore.server.admission import Admission, agreed_version
+from kvstore.server.clients import Client, Clients
+from kvstore.server.connection import Connection
+from kvstore.server.loop import Loop, until_ns
+from kvstore.server.puts import start_offer
+from kvstore.server.reads import start_get
+from kvstore.server.verbs import AdminVerbs
+from kvstore.server.writer_calls import WriterCommitCall, WriterOpenCall, WriterWriteCall, abort_writers
+from kvstore.telemetry.metrics import DataplaneMetrics, Verb
+from kvstore.types.flow import FlowClass
+from kvstore.types.results import Refused, RefusedReason
+from kvstore.wire.codec import unpack_plain
+from kvstore.wire.frames import Frame
+from kvstore.wire.header import FrameType
+from kvstore.wire.messages import (
+    Admin,
+    AdminReply,
+    Feature,
+    Hello,
+    Offer,
+    Pong,
+    ViewReply,
+    ViewRequest,
+    Welcome,
+    WriterAbort,
+    WriterCommit,
+    WriterOpen,
+)
+
+log = logging.getLogger(__name__)
+
+FEATURES: Final = Feature.NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who this worker is, for WELCOME."""
+
+    node_id: str
+    boot_id: bytes
+
+
+class DataPlane:
+    """Serves one engine to many connections.
+
+    Attributes:
+        loop, metrics: see there.
+        epoch: of the view.
+        now_ns: the time of this turn.
+        is_draining: new puts are refused.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        *,
+        identity: Identity,
+        admission: Admission,
+        admin: AdminVerbs,
+        metrics: DataplaneMetrics,
+        clock: Callable[[], int],
+    ) -> None:
+        self.loop = loop
+        self.metrics = metrics
+        self.epoch = 0
+        self.is_draining = False
+        self.now_ns = clock()
+        self._clock = clock
+        self._identity = identity
+        self._admission = admission
+        self._admin = admin
+        self._view = b""
+        self._engine: Engine | None = None
+        self._engine_is_due = False
+        self._connections: set[Connection] = set()
+        self._clients = Clients()
+        self._turns: deque[Connection] = deque()
+        self._listeners: list[socket.socket] = []
+        self._sweep_ns = self.now_ns + SWEEP_NS
+        self._handlers: dict[FrameType, Callable[[Connection, Frame], None]] = {
+            FrameType.HELLO: self._hello,
+            FrameType.PING: self._ping,
+            FrameType.MANIFEST: self._manifest,
+            FrameType.VIEW: self._get_view,
+            FrameType.MATCH: self._match,
+            FrameType.UNPIN: self._unpin,
+            FrameType.GET: self._get,
+            FrameType.OFFER: self._offer,
+            FrameType.WRITER_OPEN: self._writer_open,
+            FrameType.WRITER_WRITE: self._writer_write,
+            FrameType.WRITER_COMMIT: self._writer_commit,
+            FrameType.WRITER_ABORT: self._writer_abort,
+            FrameType.WAIT: self._wait,
+            FrameType.DELETE: self._delete,
+            FrameType.DROP: self._drop,
+            FrameType.PREFETCH: self._prefetch,
+            FrameType.CANCEL: self._cancel,
+            FrameType.ADMIN: self._administer,
+        }
+
+    # --- set up and end ---------------------------------------------------------------------------------------------
+    def serve(self, engine: Engine) -> None:
+        """From now on requests are carried out by `engine`."""
+        self._engine = engine
+        for fileno in engine.filenos():
+            self.loop.watch(fileno, self._engine_ready)
+
+    def listen(self, listening: socket.socket) -> None:
+        """Takes connections from a listening socket, which it owns from now on."""
+        self._listeners.append(listening)
+        self.loop.watch(listening.fileno(), lambda _: self._accept(listening))
+
+    def add_admin(self, connected: socket.socket) -> Connection:
+        """The supervisor's connection; ADMIN is legal there."""
+        return self._add(connected, is_admin=True)
+
+    def stop_listening(self) -> None:
+        """New clients are refused by the kernel from now on."""
+        for listening in self._listeners:
+            self.loop.forget(listening.fileno())
+            listening.close()
+        self._listeners.clear()
+
+    @property
+    def calls_active(self) -> int:
+        """Requests in progress, and answers not sent yet; the supervisor's connection is left out."""
+        return sum(1 for one in self._connections if not one.is_admin and not one.is_idle)
+
+    def close(self) -> None:
+        """Closes every connection."""
+        self.stop_listening()
+        for connection in list(self._connections):
+            connection.close()
+
+    def set_view(self, epoch: int, view: bytes) -> None:
+        """The view that VIEW is answered with; its epoch stands in every frame from now on."""
+        self.epoch = epoch
+        self._view = view
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+    def wait_ns(self) -> int | None:
+        """How long the loop may wait for events."""
+        if self._turns or self._engine_is_due:
+            return 0
+        now_ns = self._clock()
+        due_ns = self._sweep_ns if self._connections else None
+        timer_ns = self._engine.next_timer_ns() if self._engine is not None else None
+        if timer_ns is not None:
+            due_ns = timer_ns if due_ns is None else min(due_ns, timer_ns)
+        return until_ns(due_ns, now_ns)
+
+    def woke(self) -> None:
+        """The loop has waited, and handles events after this."""
+        self.now_ns = self._clock()
+
+    def turn(self) -> None:
+        """After a round of events: the engine's work, then a turn to send for each connection, then what is overdue."""
+        engine = self._engine
+        if engine is not None:
+            timer_ns = engine.next_timer_ns()
+            if self._engine_is_due or (timer_ns is not None and timer_ns <= self.now_ns):
+                self._engine_is_due = False
+                engine.poll(self.now_ns)
+        turns = self._turns
+        for _ in range(len(turns)):
+            connection = turns.popleft()
+            connection.in_turn = False
+            if connection.send_turn():
+                self.want_send(connection)
+        if self.now_ns >= self._sweep_ns:
+            self._sweep()
+
+    def want_send(self, connection: Connection) -> None:
+        """The connection gets a turn to send."""
+        if not connection.in_turn:
+            connection.in_turn = True
+            self._turns.append(connection)
+
+    def _engine_ready(self, _: int) -> None:
+        self._engine_is_due = True
+
+    def _sweep(self) -> None:
+        """Closes connections that are overdue, ends calls and writers that are."""
+        now_ns = self.now_ns
+        self._sweep_ns = now_ns + SWEEP_NS
+        for connection in list(self._connections):
+            call = connection.call
+            if call is not None and call.deadline_ns <= now_ns:
+                connection.guard(call.overdue)
+            elif connection.due_ns <= now_ns:
+                connection.expire()
+        for writer in self._clients.expire_writers(now_ns):
+            writer.doom()
+
+    # --- connections ------------------------------------------------------------------------------------------------
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(ACCEPTS_PER_EVENT_MAX):
+            try:
+                accepted, _peer = listening.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # out of descriptors, or the peer is gone already: the others go on
+                log.warning("a connection could not be accepted: %s", error)
+                return
+            self.metrics.accepted += 1
+            connection = self._add(accepted)
+            if len(self._connections) > CONNECTIONS_MAX:
+                self.metrics.rejected += 1
+                limit = f"the limit is {CONNECTIONS_MAX}"
+                connection.give_up(Overloaded(f"{len(self._connections)} connections are open, {limit}: close some"))
+
+    def _add(self, connected: socket.socket, *, is_admin: bool = False) -> Connection:
+        connection = Connection(connected, self, due_ns=self._clock() + HELLO_WAIT_NS, is_admin=is_admin)
+        self._connections.add(connection)
+        self.metrics.connections = len(self._connections)
+        return connection
+
+    def closed(self, connection: Connection) -> None:
+        """A connection is gone."""
+        self._connections.discard(connection)
+        self.metrics.connections = len(self._connections)
+        client = connection.client
+        if client is not None and self._clients.leave(client) and self._engine is not None:
+            self._engine.client_gone(client.id)
+            self._engine_is_due = True
+        if connection.is_admin:
+            self._admin.supervisor_gone()
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+    def handle(self, connection: Connection, frame: Frame) -> None:
+        """Carries out a request, or CANCEL."""
+        handler = self._handlers.get(frame.type)
+        if handler is None:
+            raise InvalidRequest(f"{frame.type.name} is not a request: see docs/protocol.md")
+        connection.due_ns = self.now_ns + IDLE_WAIT_NS
+        handler(connection, frame)
+
+    def place_writer_slices(self, connection: Connection, frame: Frame) -> Sequence[memoryview] | None:
+        """Destination of a WRITER_WRITE's payload."""
+        self.metrics.calls[Verb.WRITER] += 1
+        self._engine_is_due = True
+        call = WriterWriteCall(connection, _client_of(connection), frame, now_ns=self.now_ns)
+        connection.call = call
+        return call.place(self.now_ns)
+
+    def _hello(self, connection: Connection, frame: Frame) -> None:
+        hello = Hello.decode(frame.body)
+        version = agreed_version(hello)
+        if not connection.is_admin:
+            self._admission.admit(hello)
+        connection.greeted(self._clients.enter(hello.client_id), FlowClass(hello.flow))
+        connection.due_ns = self.now_ns + IDLE_WAIT_NS
+        connection.answer(
+            Welcome(
+                version=version,
+                features=FEATURES & hello.features,
+                node_id=self._identity.node_id,
+                boot_id=self._identity.boot_id,
+                epoch=self.epoch,
+                body_bytes_max=FRAME_BODY_BYTES_MAX,
+                payload_bytes_max=FRAME_PAYLOAD_BYTES_MAX,
+                batch_items_max=BATCH_ITEMS_MAX,
+                inline_put_bytes_max=INLINE_PUT_BYTES_MAX,
+                put_credit_bytes=PUT_WINDOW_BYTES,
+            )
+        )
+
+    def _ping(self, connection: Connection, _: Frame) -> None:
+        connection.answer(Pong())
+
+    def _get_view(self, connection: Connection, frame: Frame) -> None:
+        known = ViewRequest.decode(frame.body).known_epoch
+        connection.answer(ViewReply(epoch=self.epoch, view=b"" if known == self.epoch else self._view))
+
+    def _get(self, connection: Connection, frame: Frame) -> None:
+        if start_get(connection, frame.body, self._serving(), now_ns=self.now_ns):
+            self._engine_is_due = True
+
+    def _match(self, connection: Connection, frame: Frame) -> None:
+        lookups.match(connection, frame.body, self._serving(), self.now_ns)
+
+    def _unpin(self, connection: Connection, frame: Frame) -> None:
+        lookups.unpin(connection, frame.body, self._serving())
+        self._engine_is_due = True
+
+    def _manifest(self, connection: Connection, frame: Frame) -> None:
+        lookups.manifest(connection, frame.body, self._serving())
+        self._engine_is_due = True
+
+    def _wait(self, connection: Connection, frame: Frame) -> None:
+        lookups.wait(connection, frame.body, self._serving(), self.now_ns)
+        self._engine_is_due = True
+
+    def _delete(self, connection: Connection, frame: Frame) -> None:
+        lookups.delete(connection, frame.body, self._serving(), self.now_ns)
+        self._engine_is_due = True
+
+    def _drop(self, connection: Connection, frame: Frame) -> None:
+        lookups.drop(connection, frame.body, self._serving(), self.now_ns)
+        self._engine_is_due = True
+
+    def _prefetch(self, connection: Connection, frame: Frame) -> None:
+        lookups.prefetch(connection, frame.body, self._serving(), self.now_ns)
+        self._engine_is_due = True
+
+    def _offer(self, connection: Connection, frame: Frame) -> None:
+        self._check_epoch(frame)
+        start_offer(
+            connection,
+            Offer.decode(frame.body),
+            frame.payload,
+            self._serving(),
+            refusal=self._put_refusal(),
+            now_ns=self.now_ns,
+        )
+        self._engine_is_due = True
+
+    def _writer_open(self, connection: Connection, frame: Frame) -> None:
+        self._check_epoch(frame)
+        self.metrics.calls[Verb.WRITER] += 1
+        opening = WriterOpen.decode(frame.body)
+        engine = self._serving()
+        call = WriterOpenCall(connection, opening, _client_of(connection), now_ns=self.now_ns)
+        connection.call = call
+        namespace = engine.namespace(opening.namespace)
+        refusal = self._put_refusal()
+        if refusal is None and namespace is None:
+            detail = f"namespace {opening.namespace.hex()} is not known here: send its manifest, then ask again"
+            refusal = Refused(RefusedReason.UNKNOWN_NAMESPACE, detail)
+        if refusal is not None:
+            call.refuse_all(refusal)
+        elif namespace is not None:
+            call.start(engine, namespace)
+        self._engine_is_due = True
+
+    def _writer_write(self, connection: Connection, frame: Frame) -> None:
+        call = connection.call
+        if not isinstance(call, WriterWriteCall):
+            raise InvalidRequest("WRITER_WRITE without payload: send at least one byte")
+        call.arrived(self.now_ns)
+        self._engine_is_due = True
+
+    def _writer_commit(self, connection: Connection, frame: Frame) -> None:
+        self.metrics.calls[Verb.WRITER] += 1
+        commit = WriterCommit.decode(frame.body)
+        call = WriterCommitCall(connection, _client_of(connection), commit, now_ns=self.now_ns)
+        connection.call = call
+        call.start()
+        self._engine_is_due = True
+
+    def _writer_abort(self, connection: Connection, frame: Frame) -> None:
+        connection.answer(abort_writers(_client_of(connection), WriterAbort.decode(frame.body)))
+        self._engine_is_due = True
+
+    def _cancel(self, connection: Connection, _: Frame) -> None:
+        if connection.call is not None:
+            self.metrics.cancelled += 1
+            connection.call.cancel()
+            self._engine_is_due = True
+
+    def _administer(self, connection: Connection, frame: Frame) -> None:
+        if not connection.is_admin:
+            raise Denied("ADMIN is for the node's supervisor only: use `kvstore` or gRPC")
+        request = Admin.decode(frame.body)
+        arguments = unpack_plain(request.arguments, what=f"arguments of {request.verb}")
+        connection.answer(AdminReply(value=self._admin.carry_out(request.verb, arguments)))
+        self._engine_is_due = True
+
+    def _serving(self) -> Engine:
+        if self._engine is None:
+            raise Overloaded("the worker is still reading its drive: try again shortly")
+        return self._engine
+
+    def _check_epoch(self, frame: Frame) -> None:
+        if frame.epoch and frame.epoch < self.epoch:
+            raise StaleView(
+                f"the write was planned with view {frame.epoch}, the node has {self.epoch}: ask for the view"
+            )
+
+    def _put_refusal(self) -> Refused | None:
+        if self.is_draining:
+            return Refused(RefusedReason.DRAINING, f"node {self._identity.node_id} is draining: write to another")
+        return None
+
+
+def _client_of(connection: Connection) -> Client:
+    assert connection.client is not None, "the session admits no request before HELLO"
+    return connection.client

@@ -1,0 +1,58 @@
+"""One thread around epoll: descriptors and what to do when they are ready."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+from typing import Final
+
+from kvstore.limits import SECOND_NS
+
+READABLE: Final = select.EPOLLIN
+WRITABLE: Final = select.EPOLLOUT
+BROKEN: Final = select.EPOLLERR | select.EPOLLHUP
+_EVENTS_MAX: Final = 256
+
+
+class Loop:
+    """Level-triggered readiness. Handlers get the event bits; they may watch, change and forget anything."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Callable[[int], None]] = {}
+
+    def watch(self, fileno: int, handler: Callable[[int], None], interest: int = READABLE) -> None:
+        """Calls `handler` whenever `fileno` is ready for `interest`, or broken."""
+        self._epoll.register(fileno, interest)
+        self._handlers[fileno] = handler
+
+    def change(self, fileno: int, interest: int) -> None:
+        """Another interest in a watched descriptor."""
+        self._epoll.modify(fileno, interest)
+
+    def forget(self, fileno: int) -> None:
+        """No longer watched; call before the descriptor is closed."""
+        if self._handlers.pop(fileno, None) is not None:
+            self._epoll.unregister(fileno)
+
+    def turn(self, timeout_ns: int | None, woke: Callable[[], None]) -> None:
+        """Waits until something is ready or the time is over (None: for ever), calls `woke`, then the handlers once."""
+        handlers = self._handlers
+        # rounded up: waking before a timer is due would spin
+        timeout = None if timeout_ns is None else -(-timeout_ns // 1_000_000) / 1000
+        ready = self._epoll.poll(timeout, _EVENTS_MAX)
+        woke()
+        for fileno, events in ready:
+            handler = handlers.get(fileno)
+            if handler is not None:
+                handler(events)
+
+    def close(self) -> None:
+        """Closes the epoll descriptor."""
+        self._handlers.clear()
+        self._epoll.close()
+
+
+def until_ns(due_ns: int | None, now_ns: int) -> int | None:
+    """How long to wait for a point in time: None for never, 0 when it has passed."""
+    return None if due_ns is None else max(0, min(due_ns - now_ns, 3600 * SECOND_NS))

@@ -1,0 +1,68 @@
+"""How items of a write ended, gathered for the next RESULT frame."""
+
+from __future__ import annotations
+
+from kvstore.limits import DETAIL_BYTES_MAX, RESULTS_PER_FRAME_MAX
+from kvstore.server.batch import pack_u32
+from kvstore.types.results import Exists, ItemStatus, Refused, Stored
+from kvstore.wire.failures import clip
+from kvstore.wire.messages import ID_BYTES, Result
+
+_NO_ID = bytes(ID_BYTES)
+
+
+class Outcomes:
+    """Ended items in the order in which they ended."""
+
+    __slots__ = ("_content_ids", "_details", "_items", "_statuses")
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def add(self, item: int, status: int, *, content_id: bytes = _NO_ID, detail: str = "") -> None:
+        """An item has ended."""
+        self._items.append(item)
+        self._statuses.append(status)
+        self._content_ids.append(content_id or _NO_ID)
+        self._details.append(one_line(detail))
+
+    def add_outcome(self, item: int, outcome: Stored | Exists | Refused) -> None:
+        """An item has ended as the engine says."""
+        if isinstance(outcome, Stored):
+            self.add(item, ItemStatus.STORED, content_id=outcome.content_id)
+        elif isinstance(outcome, Exists):
+            self.add(item, ItemStatus.EXISTS)
+        else:
+            self.add(item, outcome.reason, detail=outcome.detail)
+
+    def take(self) -> list[Result]:
+        """All that were added, as messages."""
+        results = []
+        for at in range(0, len(self._items), RESULTS_PER_FRAME_MAX):
+            stop = at + RESULTS_PER_FRAME_MAX
+            content_ids = self._content_ids[at:stop]
+            details = self._details[at:stop]
+            results.append(
+                Result(
+                    items=pack_u32(self._items[at:stop]),
+                    statuses=bytes(self._statuses[at:stop]),
+                    content_ids=b"".join(content_ids) if any(one != _NO_ID for one in content_ids) else b"",
+                    details="\n".join(details) if any(details) else "",
+                )
+            )
+        self._clear()
+        return results
+
+    def _clear(self) -> None:
+        self._items: list[int] = []
+        self._statuses: list[int] = []
+        self._content_ids: list[bytes] = []
+        self._details: list[str] = []
+
+
+def one_line(detail: str) -> str:
+    """A detail as it may stand in a RESULT: one line, and not too long."""
+    return clip(detail.replace("\n", " "), DETAIL_BYTES_MAX) if detail else ""

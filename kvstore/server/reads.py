@@ -1,0 +1,222 @@
+"""GET: pieces of records on their way from the engine to the client's connection."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvstore.engine.api import Engine, ReadHandle, ReadSpec, ReadyItem
+from kvstore.limits import DIGEST_BYTES, FRAME_AIM_BYTES, LINGER_NS, SLICE_BYTES_MAX, SLICES_PER_FRAME_MAX
+from kvstore.server.call import Call
+from kvstore.telemetry.metrics import DataplaneMetrics, Verb
+from kvstore.types.results import MissReason
+from kvstore.wire.header import FrameType
+from kvstore.wire.messages import End, Get
+from kvstore.wire.ranges import decode_ranges
+from kvstore.wire.slices import Slice
+
+if TYPE_CHECKING:
+    from kvstore.server.connection import Connection
+
+_ABSENT = bytes([MissReason.ABSENT])
+_OPEN = int(MissReason.DEADLINE)  # what an item counts as that was neither sent nor missed when the call ends
+
+
+class ReadCall(Call):
+    """One GET. The engine delivers verified pieces, within its window; a frame of them goes out each turn.
+
+    A piece is held until the socket has taken it, then released, which lets the engine go on.
+    """
+
+    __slots__ = ("_cut_at", "_finished", "_handle", "_metrics", "_pieces", "_statuses")
+
+    def __init__(
+        self, connection: Connection, count: int, metrics: DataplaneMetrics, *, now_ns: int, deadline_ns: int
+    ) -> None:
+        super().__init__(connection, Verb.GET, now_ns=now_ns, deadline_ns=deadline_ns)
+        self._metrics = metrics
+        self._statuses = bytearray([_OPEN]) * count
+        self._pieces: deque[ReadyItem] = deque()
+        self._cut_at = 0  # bytes of the first piece that went out in earlier frames
+        self._finished = False
+        self._handle: ReadHandle | None = None
+
+    def start(self, engine: Engine, spec: ReadSpec, now_ns: int) -> bool:
+        """Begins; True when the engine has delivered everything already."""
+        self._handle = engine.read(spec, self, now_ns=now_ns)
+        return self._finished
+
+    # --- ReadSink ---------------------------------------------------------------------------------------------------
+    def ready(self, item: ReadyItem) -> None:
+        """A piece to send."""
+        if self.over:
+            item.release()
+            return
+        self._pieces.append(item)
+        self.connection.request_send()
+
+    def missed(self, index: int, reason: MissReason) -> None:
+        """An item that will not come; END says so."""
+        self._statuses[index] = reason
+
+    def finished(self) -> None:
+        """Nothing more comes."""
+        self._finished = True
+        self.connection.request_send()
+
+    # --- Call -------------------------------------------------------------------------------------------------------
+    def has_output(self) -> bool:
+        return bool(self._pieces) or (self._finished and not self.over)
+
+    def pump(self) -> None:
+        if self._pieces:
+            self._send_frame()
+        if self._finished and not self._pieces:
+            self._end()
+
+    def cancel(self) -> None:
+        self.release()
+        self._end()
+
+    def overdue(self) -> None:
+        """The engine keeps the deadline; but a client that does not read must not hold memory for ever."""
+        connection = self.connection
+        if connection.now_ns > self.deadline_ns + LINGER_NS:
+            connection.metrics.deadlines += 1
+            connection.close()
+
+    def release(self) -> None:
+        if self._handle is not None and not self._finished:
+            self._handle.cancel()
+        pieces, self._pieces = self._pieces, deque()
+        if self._cut_at:
+            # earlier slices of this piece may still be queued: its memory is theirs
+            self.connection.channel.writer.when_sent(pieces.popleft().release)
+            self._cut_at = 0
+        for item in pieces:
+            item.release()
+
+    def _send_frame(self) -> None:
+        """Packs pieces into one DATA frame: many small ones together, a large one cut at checksum blocks."""
+        slices: list[Slice] = []
+        payload: list[memoryview] = []
+        sent: list[ReadyItem] = []
+        pieces = self._pieces
+        total = 0
+        while pieces and len(slices) < SLICES_PER_FRAME_MAX:
+            item = pieces[0]
+            left = len(item.data) - self._cut_at
+            if slices and total + min(left, SLICE_BYTES_MAX) > FRAME_AIM_BYTES:
+                break
+            if self._cut_at or left > SLICE_BYTES_MAX:
+                one, view = self._cut(item, left)
+            else:
+                view = item.data
+                one = Slice(
+                    item.index,
+                    item.offset,
+                    left,
+                    0,
+                    item.last,
+                    item.content_id,
+                    item.record_bytes,
+                    item.block_bytes,
+                    item.crcs,
+                )
+            slices.append(one)
+            if one.length_bytes:
+                payload.append(view)
+                total += one.length_bytes
+            if one.length_bytes == left:
+                self._cut_at = 0
+                sent.append(pieces.popleft())
+                if item.last:
+                    self._statuses[item.index] = 0
+            else:
+                self._cut_at += one.length_bytes
+        self._queue(slices, payload, total, sent)
+
+    def _queue(self, slices: list[Slice], payload: list[memoryview], total: int, sent: list[ReadyItem]) -> None:
+        connection = self.connection
+        connection.session.send(FrameType.DATA)
+        connection.channel.deliver(
+            slices,
+            payload,
+            self.request_id,
+            payload_bytes=total,
+            epoch=connection.epoch,
+            on_sent=partial(_release, sent),
+        )
+        self._metrics.sent_bytes[connection.flow] += total
+
+    def _cut(self, item: ReadyItem, left: int) -> tuple[Slice, memoryview]:
+        """The next part of a large piece, whole checksum blocks."""
+        block_bytes = item.block_bytes
+        at = self._cut_at
+        length = min(left, SLICE_BYTES_MAX // block_bytes * block_bytes)
+        first = at // block_bytes * 4
+        words = -(-length // block_bytes) * 4
+        one = Slice(
+            item=item.index,
+            offset=item.offset + at,
+            length_bytes=length,
+            status=0,
+            last=item.last and length == left,
+            content_id=item.content_id,
+            record_bytes=item.record_bytes,
+            block_bytes=block_bytes,
+            crcs=item.crcs[first : first + words],
+        )
+        return one, item.data[at : at + length]
+
+    def _end(self) -> None:
+        metrics = self._metrics
+        metrics.get_ns.observe(self.connection.now_ns - self.started_ns)
+        statuses = bytes(self._statuses)
+        loaded = statuses.count(0)
+        metrics.loaded_records += loaded
+        if loaded != len(statuses):
+            for reason in MissReason:
+                missed = statuses.count(reason)
+                metrics.misses[reason] += missed
+                metrics.failed_records += missed
+        self.finish(End(statuses=statuses))
+
+
+def start_get(connection: Connection, body: bytes | bytearray, engine: Engine, *, now_ns: int) -> bool:
+    """Begins the GET in `body`; True when the engine has something left to do.
+
+    Raises:
+        InvalidRequest: The message is malformed.
+    """
+    get = Get.decode(body)
+    ranges = decode_ranges(get)
+    count = len(get.keys) // DIGEST_BYTES
+    metrics = connection.metrics
+    metrics.calls[Verb.GET] += 1
+    deadline_ns = now_ns + get.deadline_ns
+    call = ReadCall(connection, count, metrics, now_ns=now_ns, deadline_ns=deadline_ns)
+    connection.call = call
+    namespace = engine.namespace(get.namespace)
+    if namespace is None:
+        metrics.misses[MissReason.ABSENT] += count
+        metrics.failed_records += count
+        call.finish(End(statuses=_ABSENT * count))
+        return False
+    spec = ReadSpec(
+        namespace=namespace,
+        keys=get.keys,
+        flow=connection.flow,
+        deadline_ns=deadline_ns,
+        ranges=ranges,
+        content_ids=get.content_ids or None,
+        accept_pending=get.accept_pending,
+    )
+    return not call.start(engine, spec, now_ns)
+
+
+def _release(sent: Sequence[ReadyItem]) -> None:
+    for item in sent:
+        item.release()

@@ -1,0 +1,475 @@
+"""OFFER and the layer-wise writer over real sockets: every item ends once, and one bad item never fails the batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kvstore.engine.api import NamespaceRef
+from kvstore.errors import Denied, InvalidRequest, StaleView
+from kvstore.limits import INLINE_PUT_BYTES_MAX, PUT_WINDOW_BYTES, SECOND_NS, WRITERS_PER_CLIENT_MAX, MiB
+from kvstore.server.batch import pack_u32, unpack_u32
+from kvstore.testing.dict_engine import DictEngine
+from kvstore.testing.plane_lab import LabClient, PlaneLab, error_raised, results_of
+from kvstore.types.checksum import crc_table
+from kvstore.types.digest import digest
+from kvstore.types.results import ItemStatus, MissReason, Refused, RefusedReason
+from kvstore.wire.header import FrameType
+from kvstore.wire.messages import (
+    Admin,
+    AdminReply,
+    Cancel,
+    End,
+    Grant,
+    Result,
+    WriterAbort,
+    WriterCommit,
+    WriterOpen,
+    WriterOpened,
+)
+from kvstore.wire.slices import NO_CONTENT_ID, Slice
+
+STORED = (ItemStatus.STORED, "")
+EXISTS = (ItemStatus.EXISTS, "")
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+@pytest.fixture
+def engine() -> Iterator[DictEngine]:
+    made = DictEngine()
+    yield made
+    assert made.held_bytes == 0
+    made.close()
+
+
+@pytest.fixture
+def lab(engine: DictEngine) -> Iterator[PlaneLab]:
+    made = PlaneLab(engine)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def namespace(engine: DictEngine) -> NamespaceRef:
+    return engine.add_namespace(b"manifest")
+
+
+def stored(engine: DictEngine, namespace: NamespaceRef, number: int) -> bytes | None:
+    record = engine.records.get((namespace.id, 0, key_of(number)))
+    return None if record is None else bytes(record.data)
+
+
+# --- OFFER ----------------------------------------------------------------------------------------------------------
+def test_records_of_every_size_are_stored(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
+    values = [os.urandom(size) for size in (0, 1, 4096, 65537, MiB, MiB + 1, 3 * MiB)]
+    keys = [key_of(number) for number in range(len(values))]
+    client = lab.client()
+    assert client.put(namespace.digest, keys, values) == dict.fromkeys(range(len(values)), STORED)
+    assert [stored(engine, namespace, number) for number in range(len(values))] == values
+    assert client.get(namespace.digest, keys)[1] == dict(enumerate(values))
+    assert lab.metrics.received_bytes[0] == sum(map(len, values))
+
+
+def test_small_batches_bring_their_bytes_along(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
+    values = [b"one", b"", b"three"]
+    keys = [key_of(number) for number in range(3)]
+    client = lab.client()
+    assert client.put(namespace.digest, keys, values, inline=True) == dict.fromkeys(range(3), STORED)
+    assert [stored(engine, namespace, number) for number in range(3)] == values
+    assert client.put(namespace.digest, [key_of(9)], [b""], inline=True) == {0: STORED}
+    assert client.put(namespace.digest, [], [], inline=True) == {}
+    assert client.put(namespace.digest, [], []) == {}
+    with pytest.raises(InvalidRequest, match=str(INLINE_PUT_BYTES_MAX)):
+        client.put(namespace.digest, [key_of(10)], [bytes(INLINE_PUT_BYTES_MAX + 1)], inline=True)
+    assert client.is_closed, "payload that is not read cannot be skipped"
+
+
+def test_a_batch_with_duplicates_existing_and_bad_items(
+    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
+) -> None:
+    a, b, c, d = (key_of(number) for number in range(4))
+    engine.put_now(namespace, b, b"there already")
+    values = [b"a" * 9, b"b" * 9, b"a" * 9, b"c" * 9, b"d" * 9]
+    tables = [crc_table(value, 65536) for value in values]
+    tables[3] = b"oops"
+    client = lab.client()
+    for inline in (False, True):
+        ended = client.put(namespace.digest, [a, b, a, c, d], values, inline=inline, crc_tables=b"".join(tables))
+        assert {item: status for item, (status, _) in ended.items()} == {
+            0: EXISTS[0] if inline else STORED[0],
+            1: EXISTS[0],
+            2: EXISTS[0],
+            3: RefusedReason.INVALID,
+            4: EXISTS[0] if inline else STORED[0],
+        }
+        assert "checksum" in ended[3][1]
+    assert stored(engine, namespace, 3) == b"d" * 9
+    assert stored(engine, namespace, 2) is None
+    assert not engine.pending
+
+
+def test_what_is_wrong_with_one_item_is_said_of_it(lab: PlaneLab, namespace: NamespaceRef) -> None:
+    client = lab.client()
+    value = b"v" * 10
+    offer = replace(
+        client.offer(namespace.digest, [key_of(number) for number in range(4)], [value] * 4),
+        lengths=pack_u32([10, 65 * MiB, 10, 10]),
+        block_bytes=pack_u32([65536, 65536, 100, 65536]),
+        crc_tables=crc_table(value, 65536) + bytes(4 * 1040) + bytes(4) + crc_table(value, 65536),
+        parts=bytes([0, 0, 0, 200]),
+    )
+    client.start(offer)
+    ended = client.end_put([value] * 4)
+    assert ended[0] == STORED
+    for item, word in ((1, "67108864"), (2, "checksum blocks of 100"), (3, "part 200")):
+        assert ended[item][0] == RefusedReason.INVALID
+        assert word in ended[item][1]
+
+
+def test_contradictory_offers_fail_the_call_only(lab: PlaneLab, namespace: NamespaceRef) -> None:
+    client = lab.client()
+    with pytest.raises(InvalidRequest, match="crc_tables"):
+        client.put(namespace.digest, [key_of(1)], [b"x"], crc_tables=bytes(8))
+    with pytest.raises(InvalidRequest, match="sum to"):
+        client.put(namespace.digest, [key_of(1)], [b"x"], inline=True, lengths=pack_u32([2]))
+    assert client.put(namespace.digest, [key_of(1)], [b"x"]) == {0: STORED}
+
+
+def test_unknown_namespace_draining_and_stale_views_are_refused(lab: PlaneLab, namespace: NamespaceRef) -> None:
+    client = lab.client()
+    ended = client.put(digest(b"other"), [key_of(1)], [b"x"])
+    assert ended[0][0] == RefusedReason.UNKNOWN_NAMESPACE
+    client.register(b"other")
+    assert client.put(digest(b"other"), [key_of(1)], [b"x"]) == {0: STORED}
+    lab.plane.set_view(7, b"view")
+    with pytest.raises(StaleView, match="7"):
+        client.put(namespace.digest, [key_of(1)], [b"x"], epoch=6)
+    assert client.put(namespace.digest, [key_of(1)], [b"x"], epoch=7) == {0: STORED}
+    lab.plane.is_draining = True
+    ended = client.put(namespace.digest, [key_of(2), key_of(3)], [b"x", b"y"], inline=True)
+    assert [status for status, _ in ended.values()] == [RefusedReason.DRAINING] * 2
+    assert client.get(namespace.digest, [key_of(1)])[1] == {0: b"x"}
+
+
+def test_an_engine_that_refuses_is_quoted(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
+    engine.refuse = Refused(RefusedReason.NO_SPACE, "drive is full:\nadd one")
+    ended = lab.client().put(namespace.digest, [key_of(1)], [b"x"])
+    assert ended == {0: (RefusedReason.NO_SPACE, "drive is full: add one")}
+
+
+def test_received_ends_before_durable(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
+    engine.hold_commits = True
+    client = lab.client()
+    assert client.put(namespace.digest, [key_of(1)], [b"x"], wait=0) == {0: (ItemStatus.RECEIVED, "")}
+    assert client.get(namespace.digest, [key_of(1)])[0] == bytes([MissReason.PENDING])
+    assert client.get(namespace.digest, [key_of(1)], accept_pending=True)[1] == {0: b"x"}
+    waiting = lab.client()
+    client.start(client.offer(namespace.digest, [key_of(2)], [b"y"]))
+    for _ in range(5):
+        lab.turn()
+    engine.let_go()
+    assert client.end_put([b"y"]) == {0: STORED}
+    assert waiting.get(namespace.digest, [key_of(1)])[1] == {0: b"x"}
+
+
+def test_grants_come_as_memory_does_within_the_window(
+    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
+) -> None:
+    engine.hold_grants = True
+    value = bytes(4 * MiB)
+    count = 3 * PUT_WINDOW_BYTES // len(value)
+    client = lab.client()
+    client.start(client.offer(namespace.digest, [key_of(number) for number in range(count)], [value] * count))
+    for _ in range(5):
+        lab.turn()
+    assert len(engine._grants) == PUT_WINDOW_BYTES // len(value), "the rest of the batch waits its turn"
+    engine.let_go()
+    assert client.end_put([value] * count) == dict.fromkeys(range(count), STORED)
+
+
+def test_a_batch_of_many_tiny_items(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
+    count = 5000
+    keys = [key_of(number) for number in range(count)]
+    ended = lab.client().put(namespace.digest, keys, [b"v"] * count, inline=True)
+    assert ended == dict.fromkeys(range(count), STORED)
+    assert len(engine.records) == count
+
+
+def start_put(client: LabClient, namespace: NamespaceRef, value: bytes) -> None:
+    client.start(client.offer(namespace.digest, [key_of(1)], [value]))
+    assert unpack_u32(client.expect(Grant).items) == (0,)
+
+
+def test_a_client_that_dies_in_the_middle_leaves_nothing(
+    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
+) -> None:
+    value = os.urandom(3 * MiB)
+    for sent_bytes in (0, 100, MiB // 2, MiB + 20):
+        client, second = lab.client(), lab.client(client_id=b"D" * 16)
+        start_put(client, namespace, value)
+        one = Slice(0, 0, MiB, 0, False, NO_CONTENT_ID, len(value), 65536, b"")
+        client.send_torn([one], value[:MiB], sent_bytes)
+        second.start(second.offer(namespace.digest, [key_of(1)], [value]))
+        lab.turn()
+        client.close()
+        assert second.end_put([value]) == {0: STORED}, "the waiting put takes over"
+        assert stored(engine, namespace, 1) == value
+        assert not engine.pending
+        del engine.records[(namespace.id, 0, key_of(1))]
+        second.close()
+        lab.turn_until(lambda: not lab.metrics.connections)
+    assert engine.aborted == 4
+
+
+def test_cancel_in_the_middle_of_a_put(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
+    value = os.urandom(2 * MiB)
+    client = lab.client()
+    engine.hold_commits = True
+    client.start(client.offer(namespace.digest, [key_of(1), key_of(2)], [value, b"small"]))
+    items = list(unpack_u32(client.expect(Grant).items))
+    assert items == [0, 1]
+    client.send_item(1, b"small")
+    one = Slice(0, 0, MiB, 0, False, NO_CONTENT_ID, len(value), 65536, b"")
+    client.send_slices([one], value[:MiB])
+    request_id = client.session.request_id
+    client.session.send(FrameType.CANCEL)
+    client.send(Cancel(), request_id)
+    client.send_slices([one._replace(offset=MiB)], value[MiB:])  # crosses with the end of the call
+    ended = client.end_put([])
+    assert ended[0][0] == RefusedReason.DEADLINE
+    assert ended[1][0] == RefusedReason.OUTCOME_UNKNOWN
+    assert engine.aborted == 1
+    engine.let_go()
+    assert client.put(namespace.digest, [key_of(1)], [value]) == {0: STORED}
+    assert stored(engine, namespace, 2) == b"small"
+
+
+def test_a_put_whose_data_never_comes_ends_at_its_deadline(
+    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
+) -> None:
+    value = os.urandom(2 * MiB)
+    client = lab.client()
+    start_put(client, namespace, value)
+    one = Slice(0, 0, MiB, 0, False, NO_CONTENT_ID, len(value), 65536, b"")
+    rest = client.send_torn([one], value[:MiB], MiB // 2)
+    lab.clock_ns += 10 * SECOND_NS
+    ended = client.end_put([])
+    assert ended[0][0] == RefusedReason.DEADLINE
+    assert "deadline" in ended[0][1]
+    assert engine.aborted == 1
+    # the rest of that frame is thrown away, and the connection goes on
+    client.send_raw(rest)
+    assert client.put(namespace.digest, [key_of(1)], [b"x"]) == {0: STORED}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"item": 5}, "not granted"),
+        ({"offset": 65536}, "send in order"),
+        ({"record_bytes": 3 * MiB}, "were offered"),
+    ],
+)
+def test_data_that_was_not_granted_closes_the_connection(
+    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef, change: dict[str, int], says: str
+) -> None:
+    value = os.urandom(2 * MiB)
+    client = lab.client()
+    start_put(client, namespace, value)
+    one = Slice(0, 0, MiB, 0, False, NO_CONTENT_ID, len(value), 65536, b"")
+    client.send_slices([one._replace(**change)], value[:MiB])
+    assert says in str(error_raised(client.receive))
+    assert client.is_closed
+    assert engine.aborted == 1
+
+
+def test_data_without_an_offer_closes_the_connection_but_late_data_does_not(
+    lab: PlaneLab, namespace: NamespaceRef
+) -> None:
+    client = lab.client()
+    one = Slice(0, 0, 5, 0, True, NO_CONTENT_ID, 5, 65536, b"")
+    client.send_slices([one], b"hello")  # between calls: a straggler, thrown away
+    assert client.put(namespace.digest, [key_of(1)], [b"x"]) == {0: STORED}
+    client.start_get(namespace.digest, [key_of(1)])
+    client.send_slices([one], b"hello")
+    client.end_get()
+
+
+# --- layer-wise writer ----------------------------------------------------------------------------------------------
+def opening(namespace: NamespaceRef, numbers: list[int], length: int, **fields: object) -> WriterOpen:
+    plain: dict[str, object] = {
+        "namespace": namespace.digest,
+        "keys": b"".join(key_of(number) for number in numbers),
+        "lengths": pack_u32([length] * len(numbers)),
+        "block_bytes": pack_u32([4096]),
+        "deadline_ns": 5 * SECOND_NS,
+    }
+    return WriterOpen(**(plain | fields))  # type: ignore[arg-type]
+
+
+def write(client: LabClient, writer_id: int, value: bytes, start: int, stop: int) -> bytes:
+    client.session.start(FrameType.WRITER_WRITE)
+    piece = value[start:stop]
+    one = Slice(writer_id, start, len(piece), 0, False, NO_CONTENT_ID, len(value), 4096, crc_table(piece, 4096))
+    client.send_slices([one], piece, frame_type=FrameType.WRITER_WRITE)
+    return client.expect(End).statuses
+
+
+def commit(
+    client: LabClient, writer_ids: list[int], values: list[bytes], **fields: object
+) -> list[tuple[int, int, str]]:
+    tables = b"".join(crc_table(value, 4096) for value in values)
+    plain: dict[str, object] = {"writer_ids": pack_u32(writer_ids), "crc_tables": tables, "deadline_ns": 5 * SECOND_NS}
+    client.start(WriterCommit(**(plain | fields)))  # type: ignore[arg-type]
+    ended = []
+    while (frame := client.receive()).type is FrameType.RESULT:
+        ended += results_of(Result.decode(frame.body))
+    return sorted(ended)
+
+
+def test_a_record_is_written_layer_by_layer(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
+    value = os.urandom(10_000)
+    client, other = lab.client(), lab.client()
+    opened = client.call(opening(namespace, [1], len(value)), WriterOpened)
+    assert opened.statuses == bytes([ItemStatus.GRANTED])
+    (writer_id,) = unpack_u32(opened.writer_ids)
+    assert write(client, writer_id, value, 4096, 8192) == bytes([ItemStatus.RECEIVED])
+    assert write(other, writer_id, value, 0, 4096) == bytes([ItemStatus.RECEIVED]), (
+        "a client's writers are on all its connections"
+    )
+    assert client.get(namespace.digest, [key_of(1)])[0] == bytes([MissReason.ABSENT])
+    assert write(client, writer_id, value, 8192, 10_000) == bytes([ItemStatus.RECEIVED])
+    assert commit(other, [writer_id], [value]) == [(0, ItemStatus.STORED, "")]
+    assert client.get(namespace.digest, [key_of(1)])[1] == {0: value}
+    assert client.call(opening(namespace, [1], len(value)), WriterOpened).statuses == bytes([ItemStatus.EXISTS])
+
+
+def test_many_slices_in_one_frame_some_of_them_bad(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
+    value = os.urandom(8192)
+    client = lab.client()
+    good, bad = unpack_u32(client.call(opening(namespace, [1, 2], 8192), WriterOpened).writer_ids)
+    client.session.start(FrameType.WRITER_WRITE)
+    table = crc_table(value, 4096)
+    shape = Slice(good, 0, 8192, 0, False, NO_CONTENT_ID, 8192, 4096, table)
+    slices = [
+        shape,
+        shape._replace(item=bad, crcs=b"abcdefgh"),
+        shape._replace(item=999),
+        shape._replace(item=good, record_bytes=9000),
+    ]
+    client.send_slices(slices, value * 4, frame_type=FrameType.WRITER_WRITE)
+    assert list(client.expect(End).statuses) == [
+        ItemStatus.RECEIVED,
+        RefusedReason.INVALID,
+        RefusedReason.DEADLINE,
+        RefusedReason.INVALID,
+    ]
+    assert engine.aborted == 1
+    assert [status for _, status, _ in commit(client, [good], [value])] == [ItemStatus.STORED]
+    assert [status for _, status, _ in commit(client, [bad], [value])] == [RefusedReason.DEADLINE]
+
+
+def test_slices_wait_for_memory_and_the_stream_with_them(
+    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
+) -> None:
+    value = os.urandom(8192)
+    client = lab.client()
+    (writer_id,) = unpack_u32(client.call(opening(namespace, [1], 8192), WriterOpened).writer_ids)
+    engine.hold_grants = True
+    client.session.start(FrameType.WRITER_WRITE)
+    one = Slice(writer_id, 0, 8192, 0, False, NO_CONTENT_ID, 8192, 4096, crc_table(value, 4096))
+    client.send_slices([one], value, frame_type=FrameType.WRITER_WRITE)
+    for _ in range(10):
+        lab.turn()
+    assert not client._arrived()
+    engine.let_go()
+    assert client.expect(End).statuses == bytes([ItemStatus.RECEIVED])
+    assert commit(client, [writer_id], [value]) == [(0, ItemStatus.STORED, "")]
+
+
+def test_slices_without_memory_are_refused(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
+    value = os.urandom(8192)
+    client = lab.client()
+    (writer_id,) = unpack_u32(client.call(opening(namespace, [1], 8192), WriterOpened).writer_ids)
+    engine.hold_grants = True
+    client.session.start(FrameType.WRITER_WRITE)
+    one = Slice(writer_id, 0, 8192, 0, False, NO_CONTENT_ID, 8192, 4096, crc_table(value, 4096))
+    client.send_slices([one], value, frame_type=FrameType.WRITER_WRITE)
+    lab.turn()
+    lab.clock_ns += 6 * SECOND_NS
+    assert client.expect(End).statuses == bytes([RefusedReason.OVERLOADED])
+
+
+def test_a_connection_lost_in_a_slice_ends_the_writer(
+    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
+) -> None:
+    value = os.urandom(8192)
+    client, other = lab.client(), lab.client()
+    (writer_id,) = unpack_u32(client.call(opening(namespace, [1], 8192), WriterOpened).writer_ids)
+    client.session.start(FrameType.WRITER_WRITE)
+    one = Slice(writer_id, 0, 8192, 0, False, NO_CONTENT_ID, 8192, 4096, crc_table(value, 4096))
+    client.send_torn([one], value, 3000, frame_type=FrameType.WRITER_WRITE)
+    assert [status for _, status, _ in commit(other, [writer_id], [value])] == [RefusedReason.INVALID]
+    client.close()
+    lab.turn_until(lambda: lab.metrics.connections == 1)
+    assert engine.aborted == 1
+    assert write(other, writer_id, value, 0, 4096) == bytes([RefusedReason.DEADLINE])
+    assert engine.gone == [], "the client has another connection"
+
+
+def test_writers_end_after_their_time_to_live_and_by_abort(
+    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
+) -> None:
+    client = lab.client()
+    opened = client.call(opening(namespace, [1, 2], 8192, ttl_ns=3 * SECOND_NS), WriterOpened)
+    first, second = unpack_u32(opened.writer_ids)
+    value = os.urandom(8192)
+    lab.clock_ns += 2 * SECOND_NS
+    assert write(client, first, value, 0, 4096) == bytes([ItemStatus.RECEIVED])
+    lab.clock_ns += 2 * SECOND_NS
+    lab.turn()
+    assert engine.aborted == 1, "only the one that nobody wrote to"
+    client.call(WriterAbort(writer_ids=pack_u32([first, second, 77])), End)
+    assert engine.aborted == 2
+    assert not engine.pending
+
+
+def test_bounds_on_writers_of_one_client(lab: PlaneLab, namespace: NamespaceRef) -> None:
+    client = lab.client()
+    numbers = list(range(WRITERS_PER_CLIENT_MAX + 2))
+    opened = client.call(opening(namespace, numbers, 4096), WriterOpened)
+    assert opened.statuses.count(ItemStatus.GRANTED) == WRITERS_PER_CLIENT_MAX
+    assert list(opened.statuses[-2:]) == [RefusedReason.OVERLOADED] * 2
+    assert str(WRITERS_PER_CLIENT_MAX) in opened.details
+    unknown = replace(opening(namespace, [1], 4096), namespace=bytes(32))
+    assert client.call(unknown, WriterOpened).statuses == bytes([RefusedReason.UNKNOWN_NAMESPACE])
+
+
+def test_commits_that_do_not_fit(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
+    client = lab.client()
+    value = os.urandom(8192)
+    one, two = unpack_u32(client.call(opening(namespace, [1, 2], 8192), WriterOpened).writer_ids)
+    with pytest.raises(InvalidRequest, match="crc_tables"):
+        commit(client, [one], [value + value])
+    write(client, one, value, 0, 8192)
+    ended = commit(client, [one, one], [value, value])
+    assert [status for _, status, _ in ended] == [ItemStatus.STORED, RefusedReason.INVALID]
+    assert [status for _, status, _ in commit(client, [two], [value])] == [RefusedReason.INVALID], "nothing was written"
+    assert not engine.pending
+    client.session.start(FrameType.WRITER_WRITE)
+    nothing = Slice(1, 0, 0, 0, False, NO_CONTENT_ID, 0, 4096, b"")
+    client.send_slices([nothing], b"", frame_type=FrameType.WRITER_WRITE)
+    with pytest.raises(InvalidRequest, match="without payload"):
+        client.expect(End)
+
+
+def test_admin_is_not_for_clients(lab: PlaneLab) -> None:
+    client = lab.client()
+    with pytest.raises(Denied, match="supervisor"):
+        client.call(Admin(verb="echo", arguments=b"\x80"), AdminReply)
