@@ -136,7 +136,10 @@ def _summary_of_known(answer: NamespaceAnswer) -> str:
         return "the namespace was dropped; nothing that was stored before is served"
     if not answer.keys:
         return "the namespace is known here; pass tokens or keys to learn what became of them"
-    return _summary_of_keys(answer.keys)
+    summary = _summary_of_keys(answer.keys)
+    if answer.namespace.generation > 1 and any(key.status != "hit" for key in answer.keys):
+        return f"{summary}; the namespace was dropped before, which hid what was stored until then"
+    return summary
 
 
 def _summary_of_keys(keys: Sequence[KeyAnswer]) -> str:

@@ -84,7 +84,7 @@ class Node:
         await self._open_ports()
         self._fleet.adopt(self._workers)
         lives = [asyncio.create_task(worker.run()) for worker in self._workers]
-        follower = asyncio.create_task(self._follow())
+        followers = [asyncio.create_task(follow) for follow in (self._follow_health(), self._follow_view())]
         try:
             await self._until_serving(lives)
             if not self._stop.is_set():
@@ -94,9 +94,9 @@ class Node:
         finally:
             for worker in self._workers:
                 worker.kill()
-            for task in (*lives, follower):
+            for task in (*lives, *followers):
                 task.cancel()
-            await asyncio.gather(*lives, follower, return_exceptions=True)
+            await asyncio.gather(*lives, *followers, return_exceptions=True)
             await self._close()
 
     def _signalled(self, signum: int) -> None:
@@ -162,11 +162,17 @@ class Node:
             )
             write_ready_file(self._ready_path, addresses)
 
-    async def _follow(self) -> None:
-        """Carry each change to health checks and workers."""
+    async def _follow_health(self) -> None:
+        """Carry each change to health checks."""
         while True:
             change = self._fleet.next_change()
             await self._grpc.set_serving(self._fleet.serving)
+            await change.wait()
+
+    async def _follow_view(self) -> None:
+        """Carry each change to the workers; apart from health, since a busy worker may let us wait."""
+        while True:
+            change = self._fleet.next_change()
             await self._fleet.push_view()
             await change.wait()
 

@@ -122,6 +122,12 @@ def test_a_dropped_namespace_says_so() -> None:
     assert "dropped" in answer.summary
 
 
+def test_a_namespace_that_was_dropped_before_says_so_beside_its_misses() -> None:
+    later = replace(report(MINE), generation=2)
+    answer = ask(Question(tenant="acme", namespace=MINE.digest, tokens=TOKENS), later)
+    assert answer.summary.endswith("dropped before, which hid what was stored until then")
+
+
 def test_nothing_of_the_tenant_was_ever_written() -> None:
     assert "no namespace here" in ask(Question(tenant="acme", model="m")).summary
 

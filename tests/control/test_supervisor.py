@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -345,30 +346,28 @@ def test_sigterm_while_it_starts_exits_0(tmp_path: Path) -> None:
 def test_a_killed_worker_is_started_again_on_its_port(tmp_path: Path) -> None:
     with ServeProcess(tmp_path) as process:
         ready = process.wait_ready()
-        with ControlClient(ready.grpc) as client:
+        with ControlClient(ready.grpc) as client, grpc.insecure_channel(ready.grpc) as channel:
+            health = watch_health(channel)
+            assert next(health) == "SERVING"
             before = client.view()
             (worker,) = client.report().workers
             os.kill(worker.pid, signal.SIGKILL)
-            assert any(
-                target.state is not TargetState.SERVING
-                for view in _until_changed(client, before)
-                for target in view.targets
-            )
+            assert next(health) == "NOT_SERVING"
+            assert next(health) == "SERVING"
             after = wait_for_view_after(client, before.epoch)
             (again,) = client.report().workers
             assert again.pid != worker.pid
             assert again.restarts == 1
             assert [target.data for target in after.targets] == [target.data for target in before.targets]
             assert [target.id for target in after.targets] == [target.id for target in before.targets]
-            assert client.healthy()
         assert "SIGKILL" in process.log
 
 
-def _until_changed(client: ControlClient, before: View) -> Iterator[View]:
-    """The first view after `before`."""
-    for view in client.views(before.epoch, deadline_ns=60 * SECOND_NS):
-        yield view
-        return
+def watch_health(channel: grpc.Channel) -> Iterator[str]:
+    """Readiness now, and each change of it."""
+    request = health_pb2.HealthCheckRequest()
+    for response in health_pb2_grpc.HealthStub(channel).Watch(request, timeout=60):
+        yield health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
 
 
 def wait_for_view_after(client: ControlClient, epoch: int) -> View:
