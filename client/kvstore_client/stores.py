@@ -182,10 +182,11 @@ class StoreJob(Job):
         self._asked = records
         total = sum(record.length_bytes for record in records)
         inline = total <= connection.welcome.inline_put_bytes_max
+        request = self._request(records, inline=inline)
         for record in records:
             record.was_offered = True
         yield from connection.start(
-            self._request(records, inline=inline),
+            request,
             payload=[view for record in records for view in _views(record)] if inline else (),
             payload_bytes=total if inline else 0,
         )

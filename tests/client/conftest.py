@@ -126,6 +126,7 @@ class ScriptedNode:
                 connected, _ = listener.accept()
             except OSError:
                 return
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link = Link(self, connected)
             self.links.append(link)
             threading.Thread(target=link.serve, daemon=True).start()

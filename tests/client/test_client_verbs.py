@@ -48,7 +48,7 @@ def test_put_and_get_of_all_sizes(client, node, opaque) -> None:
     payloads = [noise(size, size) for size in sizes]
     results = ns.put(keys, payloads)
     assert all(isinstance(one, Stored) and one.durable for one in results)
-    assert [one for one in ns.put(keys, payloads)] == [Exists()] * len(sizes)
+    assert list(ns.put(keys, payloads)) == [Exists()] * len(sizes)
     for skew in (0, 1, 511):
         memories = [bytearray(size + skew) for size in sizes]
         views = [memoryview(memory)[skew:] for memory in memories]
