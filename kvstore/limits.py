@@ -125,6 +125,7 @@ CACHE_GHOSTS_MAX: Final = 65_536
 HEADERS_BYTES_MAX: Final = 32 * MiB  # record headers remembered for range reads
 CACHE_RECORD_SHARE_MAX: Final = 0.125
 VOLATILE_SHARE_MAX: Final = 0.25  # of the RAM cache, for records that live in RAM only
+INDEX_ENTRIES_MAX: Final = 1 << 29  # address space for 30 bytes a slot; memory is what is in use
 ANCESTORS_MAX: Final = 65_536
 ACCESS_TICK_NS: Final = 100 * MS_NS  # u32 ticks last 13 years
 

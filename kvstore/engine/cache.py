@@ -135,6 +135,13 @@ class Cache:
             piece = self.arena.allocate(length_bytes)
         return piece
 
+    def make_room(self, length_bytes: int) -> bool:
+        """Evict until a piece of this length is free. False if that could not be reached."""
+        piece = self.allocate(length_bytes)
+        if piece is not None:
+            piece.release()
+        return piece is not None
+
     # --- looking ------------------------------------------------------------------------------------------------------
     def space(self, salt: bytes) -> Space | None:
         """Records of a namespace generation by key, to look at; volatile ones may be past their end (`until_ns`)."""
@@ -182,6 +189,10 @@ class Cache:
         while self.used_bytes > self.capacity_bytes and self._evict_one():
             pass
         return record
+
+    def has_volatile_room(self, size_bytes: int) -> bool:
+        """Whether one more volatile record of that size is within its share."""
+        return self.volatile_bytes + size_bytes <= self._volatile_bytes_max
 
     def insert_volatile(
         self, salt: bytes, facts: RecordFacts, piece: Piece | None, *, tick: int, until_ns: int

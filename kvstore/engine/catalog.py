@@ -24,6 +24,7 @@ class Catalog:
     Attributes:
         index, scores, history: to look at; they are changed through the catalog only.
         version: grows whenever a record moves, ends or is replaced: a location of this version is still good.
+        evicted_tick: mean tick of the last access of what was evicted last; 0 before that.
         pinned_bytes: padded bytes of the keys that any pin holds, each counted once.
     """
 
@@ -33,6 +34,7 @@ class Catalog:
         self.history = History(seed=seed)
         self.pinned_bytes = 0
         self.version = 0
+        self.evicted_tick = 0.0
 
     # --- looking --------------------------------------------------------------------------------------------------
     def lookup(self, keys: U64) -> U64:
@@ -196,6 +198,8 @@ class Catalog:
         self.pinned_bytes -= int(location_page_counts(removed[gone & (pins > 0)]).sum()) * PAGE_BYTES
         self.scores.remove_many(removed[gone], ticks[gone])
         self.history.note(keys[gone], fate, tick)
+        if fate is Fate.EVICTED and gone.any():
+            self.evicted_tick = float(ticks[gone].mean())
         return removed
 
 

@@ -16,6 +16,7 @@ from kvstore.engine.api import NamespaceRef
 from kvstore.engine.arena import Piece
 from kvstore.engine.cache import Cache, HeaderLru, RecordFacts
 from kvstore.engine.catalog import Catalog
+from kvstore.engine.estimate import LoadEstimator
 from kvstore.engine.job import IoQueue
 from kvstore.engine.location import location_page, location_pages, location_segment
 from kvstore.engine.namespaces import index_key
@@ -104,6 +105,7 @@ class _Load:
     """One stretch of the drive being read into one piece."""
 
     __slots__ = (
+        "began_ns",
         "error",
         "finish",
         "flights",
@@ -132,6 +134,7 @@ class _Load:
         self.flow = flow
         self.finish = finish
         self.length_bytes = 0
+        self.began_ns = 0
         self.operations = self.left = 0
         self.error: OSError | None = None
 
@@ -157,6 +160,10 @@ class Loader:
     Attributes:
         flights: what is on its way, to join.
         operations: device operations in flight.
+        started: device operations ever started.
+        headers: facts of records that were read in pieces.
+        estimator: is told how long reads take.
+        now_ns, tick: the time of the present turn.
     """
 
     def __init__(
@@ -168,6 +175,7 @@ class Loader:
         cache: Cache,
         headers: HeaderLru,
         metrics: EngineMetrics,
+        estimator: LoadEstimator,
         is_current: Callable[[NamespaceRef], bool],
         quarantine: Callable[[NamespaceRef, bytes, int], None],
     ) -> None:
@@ -175,13 +183,16 @@ class Loader:
         self._table = table
         self._catalog = catalog
         self._cache = cache
-        self._headers = headers
+        self.headers = headers
+        self.estimator = estimator
         self._metrics = metrics
         self._is_current = is_current
         self._quarantine = quarantine
         self._suspects: dict[int, None] = {}
         self.flights: dict[FlightKey, Flight] = {}
         self.operations = 0
+        self.started = 0
+        self.now_ns = 0
         self.tick = 1
 
     # --- starting ----------------------------------------------------------------------------------------------------
@@ -275,6 +286,9 @@ class Loader:
         load.operations = load.left
         load.starter.launched(length)
         self.operations += load.left
+        self.started += load.left
+        load.began_ns = self.now_ns
+        self.estimator.started(self.now_ns)
         self._metrics.read_ios += load.left
 
     # --- whole records -----------------------------------------------------------------------------------------------
@@ -378,7 +392,7 @@ class Loader:
             )
             if isinstance(facts, RecordFacts):
                 del self.flights[flight.name]
-                self._headers.put(generation, facts)
+                self.headers.put(generation, facts)
                 self._trust(flight)
                 for waiter, index in flight.waiters:
                     waiter.headed(index, facts)
@@ -406,7 +420,7 @@ class Loader:
             for waiter, index in flight.waiters:
                 waiter.loaded(index, facts, load.piece, payload=payload, offset=offset, crcs=crcs)
         elif self._is_second(flight):
-            self._headers.forget(flight.location, int(self._table.generation[load.segment]))
+            self.headers.forget(flight.location, int(self._table.generation[load.segment]))
             self._condemn(flight)
         else:
             self._again(flight, self._part(flight, facts, blocks, load.starter, load.flow))
@@ -479,6 +493,7 @@ class Loader:
 
     def _landed(self, load: _Load) -> None:
         self.operations -= load.operations
+        self.estimator.finished(load.length_bytes, took_ns=self.now_ns - load.began_ns, now_ns=self.now_ns)
         load.starter.landed(load.length_bytes)
 
     def _end(self, load: _Load) -> None:

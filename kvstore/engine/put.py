@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvstore.engine.api import POSITION_NONE, Durability, PutSpec
+from kvstore.engine.api import POSITION_NONE, Durability, PutSpec, PutTicket
 from kvstore.engine.arena import Piece
 from kvstore.engine.format import (
     CONTENT_ID_BYTES,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvstore.engine.writer import Writer
 
 Outcome = Stored | Exists | Refused
-OnGrant = Callable[["Ticket | Exists | Refused"], None]
+OnGrant = Callable[[PutTicket | Exists | Refused], None]
 NO_ID = bytes(CONTENT_ID_BYTES)
 
 
@@ -303,7 +303,7 @@ class Waiting:
         self.streaming = streaming
         self.settled = False
 
-    def answer(self, what: Ticket | Exists | Refused) -> None:
+    def answer(self, what: PutTicket | Exists | Refused) -> None:
         """Settle it, once."""
         if not self.settled:
             self.settled = True

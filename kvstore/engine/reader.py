@@ -7,7 +7,7 @@ allow. A record that was looked up is looked up again if the catalog has changed
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Final
@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from kvstore.engine.api import NamespaceRef, ReadHandle, ReadSink, ReadSpec
-from kvstore.engine.cache import Cache, CachedRecord, HeaderLru, RecordFacts
+from kvstore.engine.cache import Cache, CachedRecord, RecordFacts
 from kvstore.engine.catalog import Catalog
 from kvstore.engine.loads import HEADER, Flight, Loader
 from kvstore.engine.location import location_pages, location_segment
@@ -47,6 +47,7 @@ class Reader:
 
     Args:
         pending: puts in progress by salted index key.
+        start: sends the operations that were queued to the drive.
 
     Attributes:
         now_ns, tick: the time of the present turn.
@@ -58,20 +59,20 @@ class Reader:
         catalog: Catalog,
         namespaces: NamespaceTable,
         cache: Cache,
-        headers: HeaderLru,
         table: SegmentTable,
         loader: Loader,
         pending: Mapping[bytes, Ticket],
         metrics: EngineMetrics,
+        start: Callable[[], None],
     ) -> None:
         self._catalog = catalog
         self._namespaces = namespaces
         self._cache = cache
-        self._headers = headers
         self._table = table
         self._loader = loader
         self._pending = pending
         self._metrics = metrics
+        self._start = start
         self._round: deque[Request] = deque()
         self._blocked: deque[Request] = deque()
         self._deadlines: list[tuple[int, int, Request]] = []
@@ -153,7 +154,10 @@ class Reader:
         if self._pumping:
             self._again = True
             return
+        if not self._round and not self._blocked:
+            return
         self._pumping = True
+        before = self._loader.started
         try:
             self._again = True
             while self._again:
@@ -162,12 +166,15 @@ class Reader:
                 self._take_turns()
         finally:
             self._pumping = False
+        if self._loader.started != before:
+            self._start()
 
     # --- memory ------------------------------------------------------------------------------------------------------
     def _from_memory(self, request: Request, indices: Sequence[int]) -> list[int]:
         """Deliver what the cache has, within the window; answers the records that it has not."""
         space = self._cache.space(request.spec.namespace.salt)
         if space is None:
+            self._loader.estimator.served(from_memory=0, records=len(indices))
             self._metrics.cache_misses += len(indices)
             return list(indices)
         get, keys, hit, now_ns, tick = space.get, request.keys, request.hit, self.now_ns, self.tick
@@ -185,6 +192,7 @@ class Reader:
                     record.tick = tick
                     stale.append(index)
                 hit(index, record)
+        self._loader.estimator.served(from_memory=len(indices) - len(missing), records=len(indices))
         self._metrics.cache_misses += len(missing)
         self._metrics.cache_hits += len(indices) - len(missing) - len(request.later)
         if stale:
@@ -436,7 +444,7 @@ class Reader:
 
     def _start_header(self, request: Request, pieces: Pieces) -> bool:
         generation = int(self._table.generation[location_segment(pieces.location)])
-        facts = self._headers.get(pieces.location, generation)
+        facts = self._loader.headers.get(pieces.location, generation)
         if facts is not None:
             request.pieces.popleft()
             if facts.key == pieces.key:

@@ -1,0 +1,75 @@
+"""How long a load will take, from how long loads took. Pure code; time is an argument."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvstore.limits import MS_NS, SECOND_NS
+
+_WEIGHT: Final = 0.2
+_SAMPLE_NS_MIN: Final = MS_NS
+_FIRST_RATE: Final = 500_000_000  # bytes per second, until something was measured: a modest SSD
+_FIRST_LATENCY_NS: Final = MS_NS // 5
+_MEMORY_RATE: Final = 5_000_000_000
+
+
+class LoadEstimator:
+    """Moving averages of the drive's read rate while it is busy, of its latency, and of the share read from memory."""
+
+    def __init__(self) -> None:
+        self._rate = float(_FIRST_RATE)
+        self._latency_ns = float(_FIRST_LATENCY_NS)
+        self._memory_share = 0.0
+        self._sample_bytes = 0
+        self._busy_since_ns = 0
+        self._in_flight = 0
+
+    def started(self, now_ns: int) -> None:
+        """A read was sent to the drive."""
+        if self._in_flight == 0:
+            self._busy_since_ns = now_ns
+            self._sample_bytes = 0
+        self._in_flight += 1
+
+    def finished(self, length_bytes: int, *, took_ns: int, now_ns: int) -> None:
+        """A read came back. Idle time does not count against the drive."""
+        self._in_flight -= 1
+        self._sample_bytes += length_bytes
+        self._latency_ns += _WEIGHT * (took_ns - self._latency_ns)
+        busy_ns = now_ns - self._busy_since_ns
+        if busy_ns >= _SAMPLE_NS_MIN:
+            self._rate += _WEIGHT * (self._sample_bytes * SECOND_NS / busy_ns - self._rate)
+            self._busy_since_ns = now_ns
+            self._sample_bytes = 0
+
+    def served(self, *, from_memory: int, records: int) -> None:
+        """Of so many records asked for, so many were in memory."""
+        if records:
+            self._memory_share += _WEIGHT * (from_memory / records - self._memory_share)
+
+    def load_ns(self, length_bytes: int) -> int:
+        """Expected time until so many bytes are in node memory, sent one after the other; 0 for none."""
+        if not length_bytes:
+            return 0
+        cold = 1.0 - self._memory_share
+        drive_ns = cold * (self._latency_ns + length_bytes * SECOND_NS / max(self._rate, 1.0))
+        memory_ns = self._memory_share * length_bytes * SECOND_NS / _MEMORY_RATE
+        return int(drive_ns + memory_ns)
+
+
+class DayMeter:
+    """Bytes written in the last 24 hours, from a counter that only grows. An hour coarse."""
+
+    _HOUR_NS: Final = 3600 * SECOND_NS
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[int, int]] = []
+
+    def last_day(self, total_bytes: int, now_ns: int) -> int:
+        """Note the counter and answer its growth since a day ago, or since the start."""
+        samples = self._samples
+        if not samples or now_ns - samples[-1][0] >= self._HOUR_NS:
+            samples.append((now_ns, total_bytes))
+        while len(samples) > 1 and now_ns - samples[1][0] >= 24 * self._HOUR_NS:
+            samples.pop(0)
+        return total_bytes - samples[0][1]
