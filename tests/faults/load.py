@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from kvstore.types.keys import KeyChain
 from kvstore.types.results import Exists, Hit, Miss, Refused, Stored
 from kvstore_client import KVClient
 from kvstore_client.namespace_handle import BoundNamespace
@@ -23,6 +24,7 @@ from tests.faults.ledger import Deed, Event, Outcome, delete_outcome, put_outcom
 T = TypeVar("T")
 
 DEADLINE_S: Final = 2.0
+WRITER_TTL_S: Final = 5.0
 PAUSE_S: Final = 0.02  # after a call that a dead node could not answer: not to burn the processor it starts on
 
 
@@ -178,16 +180,22 @@ class _Worker:
         self._load.begins(sum(map(chunk_bytes, keys)))
         self._load.record(Event.begin(deed, keys))
         chain = chain_slice(self._store.namespace, keys)
-        results = self._timed(
-            lambda: self._store.put(
-                chain,
-                [payload(key) for key in keys],
-                wait="received" if received else "durable",
-                durability="power" if power else "commit",
-                deadline=self._load.plan.deadline_s,
+        durability = "power" if power else "commit"
+        if self._choice.random() < 0.15:
+            received = False
+            results = self._write_layers(keys, chain, durability)
+            self._load.count("writer", results)
+        else:
+            results = self._timed(
+                lambda: self._store.put(
+                    chain,
+                    [payload(key) for key in keys],
+                    wait="received" if received else "durable",
+                    durability=durability,
+                    deadline=self._load.plan.deadline_s,
+                )
             )
-        )
-        self._load.count("put", results)
+            self._load.count("put", results)
         outcomes = tuple(map(put_outcome, results))
         if received and Outcome.UNKNOWN in outcomes:
             waited = self._timed(lambda: self._store.wait(chain, self._load.plan.deadline_s))
@@ -197,6 +205,19 @@ class _Worker:
             )
         self._load.record(Event(deed=deed, keys=tuple(keys), outcomes=outcomes))
         self._rest(results)
+
+    def _write_layers(self, keys: Sequence[int], chain: KeyChain, durability: str) -> list[Stored | Exists | Refused]:
+        """The same by a layer-wise writer, two pieces a chunk."""
+        deadline_s = self._load.plan.deadline_s
+        lengths = [chunk_bytes(key) for key in keys]
+        writer = self._timed(lambda: self._store.writer(chain, lengths=lengths, ttl=WRITER_TTL_S, deadline=deadline_s))
+        with writer:
+            for index, key in enumerate(keys):
+                half = lengths[index] // 2
+                for offset, piece in ((0, payload(key)[:half]), (half, payload(key)[half:])):
+                    if piece:
+                        writer.write(index, piece, offset=offset, deadline=deadline_s)
+            return self._timed(lambda: writer.commit(durability=durability, deadline=deadline_s))
 
     def _keys_to_put(self) -> list[int]:
         roll = self._choice.random()

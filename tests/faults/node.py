@@ -183,8 +183,19 @@ class HurtNode:
         """No fault from now on."""
         self.control.unlink(missing_ok=True)
 
-    def metrics(self) -> dict[str, float]:
-        """Numbers of the Prometheus page, by name with labels as printed."""
+    def number(self, family: str, **labels: str) -> float:
+        """The sum of a family's series that have these labels, from the Prometheus page."""
+        wanted = [f'{name}="{value}"' for name, value in labels.items()]
+        found = [
+            value
+            for name, value in self._metrics().items()
+            if name.split("{")[0] in (family, f"{family}_total") and all(label in name for label in wanted)
+        ]
+        assert found, f"no series of {family} with {labels}"
+        return sum(found)
+
+    def _metrics(self) -> dict[str, float]:
+        """Numbers by name with labels as printed."""
         url = f"http://127.0.0.1:{self._ports['metrics']}/metrics"
         with urllib.request.urlopen(url, timeout=30) as answer:
             lines = answer.read().decode().splitlines()

@@ -49,10 +49,6 @@ def shelf_node(node: HurtNode) -> HurtNode:
     return node
 
 
-def quarantined(node: HurtNode) -> float:
-    return sum(value for name, value in node.metrics().items() if name.startswith("kvstore_quarantined_records"))
-
-
 def test_a_flipped_payload_bit_costs_its_record_alone(shelf_node: HurtNode) -> None:
     with KVClient.connect(shelf_node.address) as client:
         shelf = Shelf(client, count=COUNT, chunk_bytes=CHUNK_BYTES)
@@ -62,7 +58,7 @@ def test_a_flipped_payload_bit_costs_its_record_alone(shelf_node: HurtNode) -> N
         assert shelf.get_range(5, 2 * BLOCK_BYTES + 16, 2) == Miss(MissReason.CORRUPT)
         for _ in range(3):  # no livelock: a damaged record is found once, and is a miss from then on
             assert shelf.hits() == [at for at in range(COUNT) if at != 5]
-        assert quarantined(shelf_node) == 1
+        assert shelf_node.number("kvstore_quarantined_records") == 1
         assert not shelf.store.contains(shelf.keys[5:6])[0]
         assert reasons(shelf.put(5, 6)) == {"Stored"}, "the place is free for a good copy"
         assert shelf.hits() == list(range(COUNT))
@@ -76,7 +72,7 @@ def test_a_whole_read_of_a_flipped_bit_is_a_miss(shelf_node: HurtNode) -> None:
         results, _ = shelf.get()
         assert results[7] == Miss(MissReason.CORRUPT)
         assert sum(isinstance(result, Hit) for result in results) == COUNT - 1
-        assert quarantined(shelf_node) == 1
+        assert shelf_node.number("kvstore_quarantined_records") == 1
     shelf_node.kill()
     shelf_node.start()
     with KVClient.connect(shelf_node.address) as client:

@@ -55,13 +55,12 @@ def test_a_full_file_system_evicts_serves_and_recovers(full_node: HurtNode, fold
         assert stored >= 200, "a full file system should evict, not refuse"
         hits = shelf.hits(0, 320)
         assert len(hits) >= 32
-        numbers = full_node.metrics()
-        assert numbers["kvstore_allocated_bytes"] <= 16 * MIB
-        squeezed = numbers["kvstore_live_bytes"]
+        assert full_node.number("kvstore_allocated_bytes") <= 16 * MIB
+        squeezed = full_node.number("kvstore_live_bytes")
 
         foreign.unlink()
         end, at = time.monotonic() + RESUME_S, 320
-        while full_node.metrics()["kvstore_live_bytes"] < squeezed + 3 * MIB:
+        while full_node.number("kvstore_live_bytes") < squeezed + 3 * MIB:
             assert time.monotonic() < end, f"the room of the foreign file is not used: {full_node.printed()}"
             shelf.put(at, at + 8)
             at = at + 8 if at < 1000 else 320
