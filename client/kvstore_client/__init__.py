@@ -7,9 +7,11 @@ from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.part import Part
 from kvstore.types.results import Exists, Hit, Miss, MissReason, Refused, RefusedReason, Stored
+from kvstore_client.aio import AsyncKVClient
 from kvstore_client.client import KVClient
 
 __all__ = [
+    "AsyncKVClient",
     "Exists",
     "Hit",
     "KVClient",

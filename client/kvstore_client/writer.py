@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self, TypeAlias
 
 from kvstore.errors import Closed
-from kvstore.limits import CALL_DEADLINE_NS_DEFAULT, UNPIN_NS_MAX
+from kvstore.limits import UNPIN_NS_MAX
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import Exists, Refused, Stored
 from kvstore_client import writer_verbs
@@ -130,6 +130,5 @@ class Writer:
             raise Closed("the writer was committed or aborted; open a new one")
         self._session.check_process()
 
-    @staticmethod
-    def _deadline_ns(seconds: float | None) -> int:
-        return deadline_after(time.monotonic_ns(), seconds, CALL_DEADLINE_NS_DEFAULT)
+    def _deadline_ns(self, seconds: float | None) -> int:
+        return deadline_after(time.monotonic_ns(), seconds, self._session.core.options.deadline_ns)

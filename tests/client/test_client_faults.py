@@ -441,7 +441,7 @@ def test_what_the_caller_did_wrong_is_raised(node, stored) -> None:
 def test_nobody_there(opaque) -> None:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    address = "127.0.0.1:%d" % listener.getsockname()[1]
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
     with pytest.raises(Unavailable, match="cannot be reached"):
         KVClient.connect(address)
@@ -468,7 +468,7 @@ def test_a_node_that_accepts_and_never_greets(opaque) -> None:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
-    address = "127.0.0.1:%d" % listener.getsockname()[1]
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
     with KVClient.connect(address, lazy=True) as client:
         began = time.monotonic()
         ns = client.namespace(opaque)
@@ -481,7 +481,7 @@ def test_a_node_that_accepts_and_never_greets(opaque) -> None:
 def test_any_of_several_addresses_will_do(node, opaque) -> None:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    dead = "127.0.0.1:%d" % listener.getsockname()[1]
+    dead = f"127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
     with KVClient.connect([dead, node.address]) as client:
         ns = client.namespace(opaque)

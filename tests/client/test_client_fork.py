@@ -26,7 +26,7 @@ def in_child(work: Callable[[], None]) -> None:
         try:
             work()
             code = 0
-        except BaseException:
+        except BaseException:  # noqa: BLE001  the child's root
             traceback.print_exc()
         finally:
             os._exit(code)

@@ -1,0 +1,152 @@
+"""Drives verbs on an asyncio loop: the same generators as in threads, waiting by `add_reader` and `add_writer`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from contextlib import suppress
+
+from kvstore.errors import Closed, DeadlineExceeded, KVStoreError, Overloaded
+from kvstore.limits import CALLS_WAITING_MAX
+from kvstore_client.connection import READ, Connection
+from kvstore_client.core import ClientCore
+from kvstore_client.rounds import Job, Round, T, Verb, broken_circuit, perform, settle
+from kvstore_client.target import TargetLink
+
+
+class AsyncDriver:
+    """Runs verbs for the tasks of one loop. A cancelled call closes its connection before the task ends."""
+
+    def __init__(self, core: ClientCore) -> None:
+        self._core = core
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._closed = False
+
+    async def run(self, verb: Verb[T]) -> T:
+        """The result of a verb. Raises InvalidRequest, or Closed when the client is or gets closed."""
+        try:
+            step = next(verb)
+            while True:
+                if isinstance(step, int):
+                    await asyncio.sleep(step / 1e9)
+                else:
+                    await self._round(step)
+                if self._closed:
+                    raise Closed("the client was closed during the call")
+                step = verb.send(None)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            verb.close()
+
+    def close(self) -> None:
+        """Wakes every call in progress, which then raises Closed, and closes all connections."""
+        self._closed = True
+        for link in self._core.links():
+            link.interrupt()
+        while self._waiters:
+            self._wake_one()
+
+    async def _round(self, jobs: Round) -> None:
+        if len(jobs) == 1:
+            await self._run_job(jobs[0])
+        else:
+            async with asyncio.TaskGroup() as group:
+                for job in jobs:
+                    group.create_task(self._run_job(job))
+
+    async def _run_job(self, job: Job) -> None:
+        try:
+            link = self._core.link(job.target)
+            if not link.breaker.allows(time.monotonic_ns()):
+                raise broken_circuit(link, time.monotonic_ns())
+            connection = await self._take(link, job)
+        except KVStoreError as error:
+            job.failure = error
+            job.is_stale = False
+            return
+        connection.blocking = False
+        steps = perform(link, job, connection)
+        try:
+            want = next(steps)
+            while True:
+                is_ready = await _ready(connection, want)
+                want = next(steps) if is_ready else steps.throw(_late(connection))
+        except StopIteration:
+            pass
+        finally:
+            steps.close()
+            settle(self._core, link, job, connection, time.monotonic_ns())
+            if self._closed:
+                connection.close()
+            self._wake_one()
+
+    async def _take(self, link: TargetLink, job: Job) -> Connection:
+        while True:
+            if self._closed:
+                raise Closed("the client is closed; make a new one")
+            now_ns = time.monotonic_ns()
+            connection = link.take(job.flow, now_ns)
+            if connection is not None:
+                return connection
+            if len(self._waiters) >= CALLS_WAITING_MAX:
+                raise Overloaded(
+                    f"{len(self._waiters)} calls of this process wait for a connection, the limit is "
+                    f"{CALLS_WAITING_MAX}; use fewer tasks or larger batches"
+                )
+            if now_ns >= job.deadline_ns:
+                raise DeadlineExceeded(f"all connections to {link.id} were in use until the call's deadline")
+            await self._wait_turn(job.deadline_ns)
+
+    async def _wait_turn(self, deadline_ns: int) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline_ns / 1e9):
+                    await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self._wake_one()  # the turn was ours, and we can't take it
+            raise
+        finally:
+            with suppress(ValueError):
+                self._waiters.remove(waiter)
+
+    def _wake_one(self) -> None:
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+
+async def _ready(connection: Connection, want: int) -> bool:
+    """Waits for the socket; False when the deadline came first."""
+    loop = asyncio.get_running_loop()
+    fileno = connection.fileno()
+    arrived: asyncio.Future[bool] = loop.create_future()
+    timer = loop.call_at(connection.deadline_ns / 1e9, _settle_once, arrived, False)
+    if want == READ:
+        loop.add_reader(fileno, _settle_once, arrived, True)
+    else:
+        loop.add_writer(fileno, _settle_once, arrived, True)
+    try:
+        return await arrived
+    finally:
+        timer.cancel()
+        if want == READ:
+            loop.remove_reader(fileno)
+        else:
+            loop.remove_writer(fileno)
+
+
+def _settle_once(future: asyncio.Future[bool], value: bool) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _late(connection: Connection) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the call's deadline passed while it waited for the node at {connection.address}")
