@@ -138,6 +138,7 @@ STAGING_BYTES_MIN: Final = 16 * MiB
 WRITE_AMPLIFICATION_DEFAULT: Final = 1.3
 WRITE_AMPLIFICATION_MAX: Final = 10.0
 SCRUB_BYTES_SECOND_DEFAULT: Final = 2 * MiB
+SCRUB_REST_NS: Final = 60 * SECOND_NS  # between rounds, so that a small drive is not read without end
 SHUTDOWN_NS_DEFAULT: Final = 20 * SECOND_NS
 SHUTDOWN_NS_MAX: Final = 600 * SECOND_NS
 

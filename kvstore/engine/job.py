@@ -97,6 +97,30 @@ def io(queue: IoQueue, ops: Sequence[IoOp]) -> Wait:
     return begin
 
 
+def gather(jobs: Sequence[Steps[T]]) -> Wait:
+    """Run jobs side by side; answers with the list of what each ended with, in order."""
+
+    def begin(resume: Callable[[Any], None]) -> None:
+        left = len(jobs)
+        results: list[Any] = [None] * left
+
+        def run(at: int, job: Steps[T]) -> Steps[None]:
+            results[at] = yield from job
+
+        def ended() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                resume(results)
+
+        if not jobs:
+            resume(results)
+        for at, job in enumerate(jobs):
+            start(run(at, job), ended)
+
+    return begin
+
+
 class Syncer:
     """fdatasync shared by all who ask while one is running: it covers what had completed before it was submitted."""
 

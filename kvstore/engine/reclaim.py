@@ -14,26 +14,17 @@ from kvstore.device.base import IoKind, IoOp
 from kvstore.engine.allocator import Allocator
 from kvstore.engine.arena import Arena, Piece
 from kvstore.engine.blocking import pages
-from kvstore.engine.format import (
-    ENTRY_DTYPE,
-    INDEX_KEY_BYTES,
-    Entries,
-    decode_index_blocks,
-    decode_record_header,
-    decode_segment_footer,
-    entries_in_bounds,
-    page_count,
-)
-from kvstore.engine.job import IoQueue, Steps, Syncer, Wait, io
+from kvstore.engine.format import Entries
+from kvstore.engine.job import IoQueue, Steps, Syncer, Wait, gather, io
 from kvstore.engine.ledger import Ledger, entry_keys, entry_locations
 from kvstore.engine.location import I64, U64, location_depth, location_page, pack_location
-from kvstore.engine.namespaces import index_key
 from kvstore.engine.policy import WriteBudget, choose_victim, eviction_tick, records_to_keep
 from kvstore.engine.put import Append
+from kvstore.engine.sealed import read_index
 from kvstore.engine.segment import SegmentState, SegmentTable, namespace_key
-from kvstore.engine.verify import blocks_match
+from kvstore.engine.soundness import why_unsound
 from kvstore.engine.writer import MemorySide, Writer
-from kvstore.limits import DEVICE_IO_BYTES_MAX, PAGE_BYTES
+from kvstore.limits import DEVICE_IO_BYTES_MAX, MOVES_IN_FLIGHT_MAX, PAGE_BYTES
 from kvstore.telemetry.metrics import EngineMetrics
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import Refused
@@ -93,6 +84,7 @@ class Reclaimer:
 
     Attributes:
         running: an eviction is in progress.
+        avoid: segments that hold more pinned bytes than could be moved when they were tried.
         budget: what re-insertion may write.
     """
 
@@ -120,78 +112,77 @@ class Reclaimer:
         self.budget = budget
         self._metrics = metrics
         self.running = False
-        self.victim = -1
+        self.avoid: set[int] = set()
 
     def candidates(self) -> I64:
         """Segments that may be evicted, the oldest first."""
-        return self._table.in_state(SegmentState.SEALED)
+        sealed = self._table.in_state(SegmentState.SEALED)
+        return sealed[~np.isin(sealed, list(self.avoid))] if self.avoid else sealed
 
     def choose(self) -> int | None:
-        """The segment that goes next: one without anything valid at once, else by policy."""
+        """The segment that goes next, by policy; None where there is none."""
         return choose_victim(self._ledger.catalog.scores, self.candidates())
 
     def evict(self, victim: int) -> Steps[None]:
-        """Free one segment."""
+        """Free one segment, unless more of it is pinned than there is room to move: then it is avoided for a while."""
         self.running = True
-        self.victim = victim
         candidates = self.candidates()
         tick = eviction_tick(self._ledger.catalog.scores, victim, candidates) if len(candidates) else 0.0
         self._table.state[victim] = SegmentState.EVICTING
-        entries, bad_blocks = yield from self._read_index(victim)
+        entries, complete = yield from read_index(self._queue, self._table, victim)
         locations = entry_locations(entries, victim)
-        moved = yield from self._move_worthy(victim, entries, locations, tick)
-        self._forget(victim, entries, locations, incomplete=bool(bad_blocks))
-        yield lambda resume: self._table.when_unheld(victim, lambda: resume(None))
-        yield from self._erase(victim, sync_first=bool(moved))
+        order = self._worthy(entries, locations, tick)
+        if order is None:
+            self.avoid.add(victim)
+            self._table.state[victim] = SegmentState.SEALED
+        else:
+            moved = yield from self._move_all(victim, entries, locations, order)
+            self._forget(victim, entries, locations, incomplete=not complete)
+            yield lambda resume: self._table.when_unheld(victim, lambda: resume(None))
+            yield from self._erase(victim, sync_first=bool(moved))
         self.running = False
-        self.victim = -1
-
-    # --- the victim's index -------------------------------------------------------------------------------------------
-    def _read_index(self, victim: int) -> Steps[tuple[Entries, int]]:
-        """All entries of a sealed segment, and how many index blocks (or the footer: -1) could not be read."""
-        generation = int(self._table.generation[victim])
-        footer_page = pages(PAGE_BYTES)
-        at = self._table.offset(victim + 1) - PAGE_BYTES
-        error = yield io(self._queue, [IoOp(IoKind.READ, at, [footer_page])])
-        footer = decode_segment_footer(footer_page) if error is None else None
-        if footer is None or footer.segment != victim or footer.generation != generation:
-            return np.empty(0, dtype=ENTRY_DTYPE), -1
-        start, blocks = self._table.offset(victim, footer.index_page), footer.block_count
-        if not blocks:
-            return np.empty(0, dtype=ENTRY_DTYPE), 0
-        index = pages(blocks * PAGE_BYTES)
-        ops = [
-            IoOp(IoKind.READ, start + at, [index[at : at + DEVICE_IO_BYTES_MAX]])
-            for at in range(0, len(index), DEVICE_IO_BYTES_MAX)
-        ]
-        yield io(self._queue, ops)
-        entries, bad = decode_index_blocks(index, segment=victim, generation=generation)
-        return entries[entries_in_bounds(entries, self._table.segment_pages)], bad
 
     # --- what stays ---------------------------------------------------------------------------------------------------
-    def _move_worthy(self, victim: int, entries: Entries, locations: U64, tick: float) -> Steps[int]:
-        """Write again what is pinned or warm; answers how many records the catalog took."""
+    def _worthy(self, entries: Entries, locations: U64, tick: float) -> I64 | None:
+        """Positions of the records that are written again, in order; None if pinned ones do not fit."""
         keys = entry_keys(entries)
         catalog = self._ledger.catalog
         spaces = entries["namespace"].astype(np.uint64) << np.uint64(32) | entries["namespace_generation"]
         valid = np.flatnonzero(catalog.valid(keys, locations) & self._ledger.live_spaces(spaces))
+        pinned = catalog.pinned(keys[valid])
         room = self._allocator.open_room_pages()
-        order = records_to_keep(
-            locations[valid],
-            catalog.ticks(keys[valid]),
-            catalog.pinned(keys[valid]),
-            eviction_tick=tick,
-            budget_bytes=min(self.budget.allowance_bytes, room * PAGE_BYTES),
-        )
+        sizes = entries["pages"].astype(np.int64)
+        if int(sizes[valid[pinned]].sum()) > room:
+            return None
+        order = valid[
+            records_to_keep(
+                locations[valid],
+                catalog.ticks(keys[valid]),
+                pinned,
+                eviction_tick=tick,
+                budget_bytes=self.budget.allowance_bytes,
+            )
+        ]
+        return order[np.cumsum(sizes[order]) <= room]
+
+    def _move_all(self, victim: int, entries: Entries, locations: U64, order: I64) -> Steps[int]:
+        """Write records again, a few at a time; answers how many the catalog took."""
         moved = 0
-        for at in valid[order].tolist():
-            entry = entries[at : at + 1]
-            size = int(entry["pages"][0])
-            if size > self._allocator.open_room_pages():
-                continue
-            self._allocator.move_pages = size
-            moved += yield from self._move(victim, entry, int(locations[at]))
-            self._allocator.move_pages = 0
+        sizes = entries["pages"].astype(np.int64)
+        at = 0
+        while at < len(order):
+            end = at + 1
+            while end < len(order) and end - at < MOVES_IN_FLIGHT_MAX:
+                if int(sizes[order[at : end + 1]].sum()) * PAGE_BYTES > DEVICE_IO_BYTES_MAX:
+                    break
+                end += 1
+            batch = order[at:end].tolist()
+            self._allocator.move_pages = int(sizes[order[at:]].sum())
+            moved += sum(
+                (yield gather([self._move(victim, entries[one : one + 1], int(locations[one])) for one in batch]))
+            )
+            at = end
+        self._allocator.move_pages = 0
         return moved
 
     def _move(self, victim: int, entry: Entries, location: int) -> Steps[int]:
@@ -224,21 +215,9 @@ class Reclaimer:
 
     def _sound(self, piece: Piece, entry: Entries, victim: int) -> bool:
         """Whether the bytes read are the record that the entry names."""
-        header = decode_record_header(piece.view)
-        if header is None or header.header_pages != int(entry["header_pages"][0]):
-            return False
         ref = self._ledger.namespaces.by_id(int(entry["namespace"][0]))
-        if ref is None or index_key(ref, header.key) != entry.tobytes()[:INDEX_KEY_BYTES]:
-            return False
-        if (header.segment, header.page) != (victim, int(entry["page"][0])):
-            return False
-        if header.segment_generation != int(self._table.generation[victim]):
-            return False
-        start = header.header_pages * PAGE_BYTES
-        if page_count(start + header.payload_bytes) != int(entry["pages"][0]):
-            return False
-        payload = piece.view[start : start + header.payload_bytes]
-        return blocks_match(payload, block_bytes=header.block_bytes, crcs=header.crc_table)
+        generation = int(self._table.generation[victim])
+        return ref is not None and not why_unsound(piece.view, entry, segment=victim, generation=generation, ref=ref)
 
     # --- what goes ----------------------------------------------------------------------------------------------------
     def _forget(self, victim: int, entries: Entries, locations: U64, *, incomplete: bool) -> None:

@@ -23,6 +23,7 @@ from kvstore.engine.namespaces import NamespaceTable
 from kvstore.engine.policy import WriteBudget
 from kvstore.engine.reclaim import Reclaimer
 from kvstore.engine.recovery import FoundSegment, LogScan, scan_log, scan_segments, valid_records
+from kvstore.engine.scrub import Scrubber
 from kvstore.engine.seal import Sealer
 from kvstore.engine.segment import OpenSegment, SegmentState, SegmentTable
 from kvstore.engine.writer import MemorySide, Writer
@@ -91,7 +92,8 @@ class Store:
     """The records of one drive. Made by recovery (it waits for the drive), then driven by `poll` (which never does).
 
     Attributes:
-        superblock, table, allocator, namespaces, ledger, log, writer, reclaimer: its parts.
+        superblock, table, allocator, namespaces, ledger, log, writer, reclaimer,
+            scrubber: its parts.
         recovered: what the start found.
     """
 
@@ -105,6 +107,7 @@ class Store:
         memory: StoreMemory,
         metrics: EngineMetrics,
         amplification_max: float = WRITE_AMPLIFICATION_DEFAULT,
+        scrub_bytes_second: int = 0,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Recover.
@@ -113,6 +116,7 @@ class Store:
             superblock: from `drive.prepare_drive`.
             catalog: empty, for `superblock.segment_count` segments.
             amplification_max: bytes written over bytes put that re-insertion may cause.
+            scrub_bytes_second: how fast records are verified in the background; 0 is not at all.
             on_progress: told (segments done, segments in all) while the drive is read.
 
         Raises:
@@ -174,6 +178,9 @@ class Store:
             memory=memory,
             budget=budget,
             metrics=metrics,
+        )
+        self.scrubber = Scrubber(
+            queue=queue, table=self.table, ledger=self.ledger, metrics=metrics, bytes_second=scrub_bytes_second
         )
         self._next_sweep_ns = 0
         self.recovered = self._take_over(io, scan, found, bad_manifests, began_ns)
@@ -245,7 +252,7 @@ class Store:
                 self.table.state[one.segment] = SegmentState.CLOSING
                 self._seal(target)
 
-    # --- running --------------------------------------------------------------------------------------------------------
+    # --- running -----------------------------------------------------------------------------------------------------
     def poll(self, now_ns: int) -> None:
         """Move everything that can move: completions, placing, the log, eviction."""
         for op in self._queue.pump(now_ns):
@@ -255,17 +262,19 @@ class Store:
             self._next_sweep_ns = now_ns + OWNER_SWEEP_NS
             self.writer.expire_owners(now_ns)
             self.allocator.retry_space(now_ns)
+            self.reclaimer.avoid.clear()
         self.writer.pump()
         self.writer.grant_waiting()
         self._make_room()
+        self.scrubber.poll(now_ns)
         self.log.pump()
         self._queue.start(now_ns)
 
     def next_timer_ns(self) -> int | None:
         """When `poll` has something to do even if no operation completes."""
         times = [self._next_sweep_ns] if self.writer.pending or self.allocator.next_retry_ns() is not None else []
-        waiting = self.writer.next_timer_ns()
-        return min([*times, waiting] if waiting is not None else times, default=None)
+        others = (self.writer.next_timer_ns(), self.scrubber.next_timer_ns())
+        return min([*times, *(at for at in others if at is not None)], default=None)
 
     @property
     def idle(self) -> bool:
@@ -302,7 +311,12 @@ class Store:
         """No free segment, and the open one is nearly full, so that what eviction keeps still finds room in it."""
         if self.allocator.free_count():
             return False
-        spare = int(self.table.segment_pages * MOVE_SHARE_OF_SEGMENT)
+        share = MOVE_SHARE_OF_SEGMENT
+        pinned = self.ledger.catalog.pinned_bytes
+        if pinned:
+            # A victim has its share of pinned records, all of which must find room.
+            share += min(pinned / (self.table.count * self.table.segment_bytes) * 1.25, 0.75 - share)
+        spare = int(self.table.segment_pages * share)
         return self.writer.needs_room or self.allocator.open_room_pages() <= spare
 
     def _give_up_waiting(self) -> None:
