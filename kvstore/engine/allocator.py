@@ -49,7 +49,8 @@ class Allocator:
         next_generation: of the next segment to be opened.
         segments_max: segments that may have space on the drive: all within the capacity, fewer while the file system
             is full.
-        move_pages: room of the open segment kept for records that are moved out of a victim.
+        move_pages: room of the open segment that only records moved out of a victim may take.
+        spare_pages: how much that is while no segment is free.
     """
 
     def __init__(self, device: Device, table: SegmentTable, *, log_half_bytes: int, next_generation: int) -> None:
@@ -61,6 +62,7 @@ class Allocator:
         self.next_generation = next_generation
         self.segments_max = table.count
         self.move_pages = 0
+        self.spare_pages = 0
         # All commits of open and closing segments must fit the log beside tombstones and namespaces.
         blocks = int(log_half_bytes // PAGE_BYTES * LOG_SHARE_COMMITS)
         self._entries_max = max(blocks // (1 + SEGMENTS_CLOSING_MAX), 1) * COMMITS_PER_BLOCK
@@ -99,7 +101,7 @@ class Allocator:
     def close_open(self) -> None:
         """The open segment takes no more; it is sealed once its records in progress are done."""
         if self.open is not None:
-            self.table.state[self.open.segment] = SegmentState.CLOSING
+            self.table.set_state(self.open.segment, SegmentState.CLOSING)
             self.closing.append(self.open)
             self.open = None
             self.move_pages = 0
@@ -117,10 +119,16 @@ class Allocator:
         self.close_open()
         target = OpenSegment(segment, self.next_generation)
         self.next_generation += 1
-        self.table.state[segment] = SegmentState.OPEN
+        self.table.set_state(segment, SegmentState.OPEN)
         self.table.generation[segment] = target.generation
         self.open = target
+        self.keep_spare_room()
         return target
+
+    def keep_spare_room(self) -> None:
+        """While no segment is free, puts leave room for what the next eviction keeps."""
+        scarce = self.table.in_state_count[SegmentState.SEALED] and not self.free_count()
+        self.move_pages = self.spare_pages if scarce else 0
 
     def _free_segment(self) -> int | None:
         free = self.table.in_state(SegmentState.FREE)
@@ -133,8 +141,8 @@ class Allocator:
 
     def free_count(self) -> int:
         """Segments that could be opened now, as far as is known."""
-        free = len(self.table.in_state(SegmentState.FREE))
-        unallocated = len(self.table.in_state(SegmentState.UNALLOCATED))
+        free = self.table.in_state_count[SegmentState.FREE]
+        unallocated = self.table.in_state_count[SegmentState.UNALLOCATED]
         return free + min(unallocated, max(0, self.segments_max - self.allocated_segments()))
 
     def opened(self, segment: int) -> OpenSegment | None:
@@ -147,7 +155,7 @@ class Allocator:
     # --- space --------------------------------------------------------------------------------------------------------
     def allocated_segments(self) -> int:
         """Segments with space on the drive."""
-        return self.table.count - len(self.table.in_state(SegmentState.UNALLOCATED))
+        return self.table.count - self.table.in_state_count[SegmentState.UNALLOCATED]
 
     def _allocate(self, segment: int) -> bool:
         if self._reserve(segment):
@@ -164,14 +172,15 @@ class Allocator:
                 raise
             self._give_back(segment)  # fallocate may have reserved part of it
             return False
-        self.table.state[segment] = SegmentState.FREE
+        self.table.set_state(segment, SegmentState.FREE)
         return True
 
     def space_lost(self) -> None:
         """The file system is full: use what is allocated, less one segment that stays free for others."""
         self.space_errors += 1
         allocated = self.allocated_segments()
-        self.segments_max = max(min(allocated - 1, self.segments_max), min(SEGMENTS_ON_DRIVE_MIN, self.table.count))
+        reserve = 1 if allocated > SEGMENTS_ON_DRIVE_MIN else 0
+        self.segments_max = min(allocated - reserve, self.segments_max)
         self._retry_ns = 0
 
     @property
@@ -209,7 +218,7 @@ class Allocator:
         """A segment holds nothing valid any more: keep its space, or give it back where there is too much."""
         self.unsealed = [target for target in self.unsealed if target.segment != segment]
         self.table.generation[segment] = 0
-        self.table.state[segment] = SegmentState.FREE
+        self.table.set_state(segment, SegmentState.FREE)
         if self.over:
             self._give_back(segment)
 
@@ -225,9 +234,9 @@ class Allocator:
             self._device.discard(self.table.offset(segment), self.table.segment_bytes)
         except OSError:
             # The space stays with the file, which is no loss: the segment is used again before a new one is allocated.
-            self.table.state[segment] = SegmentState.FREE
+            self.table.set_state(segment, SegmentState.FREE)
             return
-        self.table.state[segment] = SegmentState.UNALLOCATED
+        self.table.set_state(segment, SegmentState.UNALLOCATED)
 
 
 def segment_bytes_needed(pages: int) -> int:

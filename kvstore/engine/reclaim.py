@@ -128,13 +128,13 @@ class Reclaimer:
         self.running = True
         candidates = self.candidates()
         tick = eviction_tick(self._ledger.catalog.scores, victim, candidates) if len(candidates) else 0.0
-        self._table.state[victim] = SegmentState.EVICTING
+        self._table.set_state(victim, SegmentState.EVICTING)
         entries, complete = yield from read_index(self._queue, self._table, victim)
         locations = entry_locations(entries, victim)
         order = self._worthy(entries, locations, tick)
         if order is None:
             self.avoid.add(victim)
-            self._table.state[victim] = SegmentState.SEALED
+            self._table.set_state(victim, SegmentState.SEALED)
         else:
             moved = yield from self._move_all(victim, entries, locations, order)
             self._forget(victim, entries, locations, incomplete=not complete)
@@ -242,7 +242,7 @@ class Reclaimer:
             failed = yield io(self._queue, [op])
             error = error or failed
         if error is not None:
-            self._table.state[victim] = SegmentState.BAD
+            self._table.set_state(victim, SegmentState.BAD)
             return
         self._ledger.freed(victim)
         self._allocator.freed(victim)

@@ -45,7 +45,7 @@ class Sealer:
                 break
         self._running.discard(target.segment)
         self._allocator.closing.remove(target)
-        self._allocator.table.state[target.segment] = SegmentState.SEALED
+        self._allocator.table.set_state(target.segment, SegmentState.SEALED)
         if error is not None:
             self._allocator.unsealed.append(target)
 

@@ -107,7 +107,9 @@ class SegmentTable:
     Attributes:
         count: segments within the capacity.
         segment_bytes, segment_pages: size of each.
-        state, generation: per segment; SegmentState values, and the generation of its present use (0: none).
+        state, generation: per segment; SegmentState values (written by `set_state` only), and the generation of its
+            present use (0: none).
+        in_state_count: how many segments are in each state.
     """
 
     def __init__(self, superblock: Superblock) -> None:
@@ -117,6 +119,8 @@ class SegmentTable:
         self._start = superblock.segments_offset
         self.state: npt.NDArray[np.uint8] = np.zeros(self.count, dtype=np.uint8)
         self.generation: npt.NDArray[np.uint64] = np.zeros(self.count, dtype=np.uint64)
+        self.in_state_count = [0] * len(SegmentState)
+        self.in_state_count[SegmentState.UNALLOCATED] = self.count
         self._holds = [0] * self.count
         self._when_unheld: dict[int, list[Callable[[], None]]] = {}
         self.live: list[dict[int, LiveCount]] = [{} for _ in range(self.count)]
@@ -125,9 +129,19 @@ class SegmentTable:
         """Byte offset of a page of a segment on the drive."""
         return self._start + segment * self.segment_bytes + page * PAGE_BYTES
 
+    def set_state(self, segment: int, state: SegmentState) -> None:
+        """A segment enters another state."""
+        self.in_state_count[self.state[segment]] -= 1
+        self.in_state_count[state] += 1
+        self.state[segment] = state
+
     def in_state(self, *states: SegmentState) -> npt.NDArray[np.int64]:
         """Numbers of the segments in any of these states, in order of generation: the oldest use first."""
-        found = np.flatnonzero(np.isin(self.state, states))
+        # numpy's isin takes 20 us even for a few segments, and this is asked in every turn
+        wanted = self.state == states[0]
+        for state in states[1:]:
+            wanted |= self.state == state
+        found = np.flatnonzero(wanted)
         return found[np.argsort(self.generation[found], kind="stable")]
 
     def hold(self, segment: int) -> None:

@@ -193,7 +193,7 @@ class Store:
         self.namespaces.reserve_ids(int(one.entries["namespace"].max()) for one in found if len(one.entries))
         for one in found:
             self.table.generation[one.segment] = one.generation
-            self.table.state[one.segment] = SegmentState.SEALED
+            self.table.set_state(one.segment, SegmentState.SEALED)
             if one.header_bad:
                 self._repair_header(io, one)
         generations = {known.ref.id: known.ref.generation for known in self.namespaces}
@@ -246,10 +246,10 @@ class Store:
             # Room must be handed out in the order of generations, so only the newest of all may go on.
             if one.generation == self.allocator.next_generation - 1:
                 self.allocator.open = target
-                self.table.state[one.segment] = SegmentState.OPEN
+                self.table.set_state(one.segment, SegmentState.OPEN)
             else:
                 self.allocator.closing.append(target)
-                self.table.state[one.segment] = SegmentState.CLOSING
+                self.table.set_state(one.segment, SegmentState.CLOSING)
                 self._seal(target)
 
     # --- running -----------------------------------------------------------------------------------------------------
@@ -263,6 +263,9 @@ class Store:
             self.writer.expire_owners(now_ns)
             self.allocator.retry_space(now_ns)
             self.reclaimer.avoid.clear()
+        self.allocator.spare_pages = self._spare_pages()
+        if not self.reclaimer.running:  # it manages that room while it runs
+            self.allocator.keep_spare_room()
         self.writer.pump()
         self.writer.grant_waiting()
         self._make_room()
@@ -303,25 +306,35 @@ class Store:
         if victim is None and (allocator.over or self._room_is_short()):
             victim = self.reclaimer.choose()
             if victim is None and self.writer.needs_room:
-                self._give_up_waiting()
+                self._make_a_candidate()
         if victim is not None:
             start(self.reclaimer.evict(victim))
 
     def _room_is_short(self) -> bool:
-        """No free segment, and the open one is nearly full, so that what eviction keeps still finds room in it."""
+        """No free segment, and the open one is nearly full but for the spare room."""
         if self.allocator.free_count():
             return False
+        return self.writer.needs_room or self.allocator.open_room_pages() <= self._spare_pages()
+
+    def _spare_pages(self) -> int:
+        """Room that eviction finds in the open segment for what it keeps."""
         share = MOVE_SHARE_OF_SEGMENT
         pinned = self.ledger.catalog.pinned_bytes
         if pinned:
             # A victim has its share of pinned records, all of which must find room.
             share += min(pinned / (self.table.count * self.table.segment_bytes) * 1.25, 0.75 - share)
-        spare = int(self.table.segment_pages * share)
-        return self.writer.needs_room or self.allocator.open_room_pages() <= spare
+        return int(self.table.segment_pages * share)
 
-    def _give_up_waiting(self) -> None:
-        """Records wait for room, and nothing can be evicted: refuse them, unless something in progress may help."""
-        if self.allocator.closing or self.writer.in_flight or not self.log.idle:
+    def _make_a_candidate(self) -> None:
+        """Records wait for room and nothing can be evicted: the open segment can, once sealed; else refuse them."""
+        allocator = self.allocator
+        if allocator.closing or self.writer.in_flight or not self.log.idle:
+            return  # something in progress may help
+        target = allocator.open
+        if target is not None and not self.reclaimer.avoid:
+            allocator.close_open()
+            if target.outstanding == 0:
+                self._seal(target)
             return
         self.writer.refuse_backlog(
             Refused(
