@@ -70,9 +70,8 @@ class MemoryDevice:
 
     def poll(self) -> list[IoOp]:
         self._check_open()
-        done = self._waiting
+        done, self._waiting = self._waiting, []
         if done:
-            self._waiting = []
             os.eventfd_read(self._event_fd)
             for op in done:
                 self._perform(op)
