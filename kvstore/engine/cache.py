@@ -20,13 +20,13 @@ from kvstore.limits import CACHE_GHOSTS_MAX, CACHE_RECORD_SHARE_MAX, PAGE_BYTES,
 from kvstore.telemetry.metrics import EngineMetrics
 
 _SMALL_SHARE: Final = 0.1  # S3-FIFO section 4.1
-_HITS_MAX: Final = 3
+HITS_MAX: Final = 3
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RecordFacts:
     """What a reader must know of a record beside its payload. Never changed: one is made for each record that is read
-    from the drive, and a frozen dataclass would take three times as long.
+    from the drive, and a frozen or keyword-only dataclass would take three times as long.
 
     Attributes:
         key: the full record key, 32 bytes.
@@ -80,7 +80,7 @@ class CachedRecord:
 
     def touch(self) -> None:
         """Note an access, for eviction."""
-        if self.hits < _HITS_MAX:
+        if self.hits < HITS_MAX:
             self.hits += 1
 
 

@@ -6,6 +6,8 @@ records at any moment. Keys are index keys: 16 bytes of the record key, salted b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvstore.engine.history import Fate, History
@@ -55,11 +57,21 @@ class Catalog:
 
     # --- access ---------------------------------------------------------------------------------------------------
     def touch_slots(self, slots: I64, tick: int) -> None:
-        """An access of each of these slots (from `index.find_many`, none negative)."""
-        before = self.index.touch_many(slots, tick)
-        fresh = before != tick
-        if fresh.any():
-            self.scores.touch_many(self.index.locations[slots[fresh]], before=before[fresh], now=tick)
+        """An access of each of these slots (from `index.find_many`, none negative; may repeat)."""
+        access = self.index.access
+        before = access.take(slots)
+        fresh = slots[before != tick]
+        if not len(fresh):
+            return
+        # A slot given twice must count once: of its writers here only the last finds its own mark.
+        marks = np.arange(len(fresh), dtype=np.uint32)
+        before = access.take(fresh)
+        access[fresh] = marks
+        last = access.take(fresh) == marks
+        if not last.all():
+            fresh, before = fresh[last], before[last]
+        access[fresh] = tick
+        self.scores.touch_many(self.index.locations.take(fresh), before=before, now=tick)
 
     def touch(self, key0: int, key1: int, tick: int) -> bool:
         """An access of one key; False if it is absent."""
@@ -72,6 +84,22 @@ class Catalog:
             self.scores.touch(index.location_at(slot), before=before, now=tick)
         return True
 
+    def locate_few(self, keys16: Sequence[bytes], tick: int) -> list[int]:
+        """Locations of a handful of keys, 0 where absent; with a tick (not 0) this counts as an access of each."""
+        index = self.index
+        found = []
+        for slot in index.find_few(keys16):
+            if slot < 0:
+                found.append(0)
+                continue
+            location = index.location_at(slot)
+            found.append(location)
+            if tick:
+                before = index.touch(slot, tick)
+                if before != tick:
+                    self.scores.touch(location, before=before, now=tick)
+        return found
+
     def touch_keys(self, keys: U64, tick: int) -> None:
         """An access of each key that is there."""
         if len(keys) < _SCALAR_KEYS_MAX:
@@ -79,8 +107,7 @@ class Catalog:
                 self.touch(key0, key1, tick)
             return
         slots = self.index.find_many(keys)
-        # A key given twice would be counted twice.
-        self.touch_slots(np.unique(slots[slots >= 0]), tick)
+        self.touch_slots(slots[slots >= 0], tick)
 
     # --- pins -----------------------------------------------------------------------------------------------------
     def pinnable_bytes(self, slots: I64) -> int:

@@ -212,7 +212,6 @@ class DriveEngine:
             cache=self.cache,
             headers=HeaderLru(bytes_max=HEADERS_BYTES_MAX),
             metrics=self.metrics,
-            estimator=self.estimator,
             is_current=self._namespaces.is_current,
             quarantine=self._quarantine,
         )
@@ -224,6 +223,7 @@ class DriveEngine:
             loader=self._loader,
             pending=self._pending,
             metrics=self.metrics,
+            estimator=self.estimator,
             start=self._queue.start,
         )
         self._volatile = VolatilePuts(self.cache, self.metrics)
@@ -473,6 +473,9 @@ class DriveEngine:
         self._memory.touch_ancestors()
         self._reader.expire(now_ns)
         self._reader.pump()
+        self.estimator.observe(
+            read_bytes=self.device_metrics.read_bytes, busy=self._loader.operations > 0, now_ns=now_ns
+        )
         self.cache.expire(now_ns)
         self._pins.expire(now_ns)
         self._waits.check(now_ns)
@@ -482,7 +485,7 @@ class DriveEngine:
         self.now_ns = now_ns
         tick = self._tick = self._clock.tick(now_ns)
         self._ledger.tick = self._memory.tick = self._loader.tick = self._reader.tick = self._volatile.tick = tick
-        self._loader.now_ns = self._reader.now_ns = self._volatile.now_ns = now_ns
+        self._reader.now_ns = self._volatile.now_ns = now_ns
 
     def filenos(self) -> Sequence[int]:
         """See `api.Engine.filenos`."""

@@ -9,38 +9,36 @@ from kvstore.limits import MS_NS, SECOND_NS
 _WEIGHT: Final = 0.2
 _SAMPLE_NS_MIN: Final = MS_NS
 _FIRST_RATE: Final = 500_000_000  # bytes per second, until something was measured: a modest SSD
-_FIRST_LATENCY_NS: Final = MS_NS // 5
+_LATENCY_NS: Final = MS_NS // 5  # until the first byte
 _MEMORY_RATE: Final = 5_000_000_000
 
 
 class LoadEstimator:
-    """Moving averages of the drive's read rate while it is busy, of its latency, and of the share read from memory."""
+    """Moving averages of the drive's read rate while it is busy, and of the share that is read from memory."""
 
     def __init__(self) -> None:
         self._rate = float(_FIRST_RATE)
-        self._latency_ns = float(_FIRST_LATENCY_NS)
         self._memory_share = 0.0
+        self._read_bytes = 0
         self._sample_bytes = 0
-        self._busy_since_ns = 0
-        self._in_flight = 0
+        self._sample_ns = 0
+        self._last_ns = 0
+        self._busy = False
 
-    def started(self, now_ns: int) -> None:
-        """A read was sent to the drive."""
-        if self._in_flight == 0:
-            self._busy_since_ns = now_ns
-            self._sample_bytes = 0
-        self._in_flight += 1
+    def observe(self, *, read_bytes: int, busy: bool, now_ns: int) -> None:
+        """Called once in each turn; idle time does not count against the drive.
 
-    def finished(self, length_bytes: int, *, took_ns: int, now_ns: int) -> None:
-        """A read came back. Idle time does not count against the drive."""
-        self._in_flight -= 1
-        self._sample_bytes += length_bytes
-        self._latency_ns += _WEIGHT * (took_ns - self._latency_ns)
-        busy_ns = now_ns - self._busy_since_ns
-        if busy_ns >= _SAMPLE_NS_MIN:
-            self._rate += _WEIGHT * (self._sample_bytes * SECOND_NS / busy_ns - self._rate)
-            self._busy_since_ns = now_ns
-            self._sample_bytes = 0
+        Args:
+            read_bytes: read from the drive ever.
+            busy: reads are in flight now.
+        """
+        if self._busy:
+            self._sample_bytes += read_bytes - self._read_bytes
+            self._sample_ns += now_ns - self._last_ns
+            if self._sample_ns >= _SAMPLE_NS_MIN and self._sample_bytes:
+                self._rate += _WEIGHT * (self._sample_bytes * SECOND_NS / self._sample_ns - self._rate)
+                self._sample_bytes = self._sample_ns = 0
+        self._busy, self._last_ns, self._read_bytes = busy, now_ns, read_bytes
 
     def served(self, *, from_memory: int, records: int) -> None:
         """Of so many records asked for, so many were in memory."""
@@ -52,7 +50,7 @@ class LoadEstimator:
         if not length_bytes:
             return 0
         cold = 1.0 - self._memory_share
-        drive_ns = cold * (self._latency_ns + length_bytes * SECOND_NS / max(self._rate, 1.0))
+        drive_ns = cold * (_LATENCY_NS + length_bytes * SECOND_NS / max(self._rate, 1.0))
         memory_ns = self._memory_share * length_bytes * SECOND_NS / _MEMORY_RATE
         return int(drive_ns + memory_ns)
 

@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from kvstore.device.base import IoKind, IoOp
-from kvstore.engine.api import NamespaceRef
+from kvstore.engine.api import NamespaceRef, ReadSpec
 from kvstore.engine.arena import Piece
 from kvstore.engine.cache import Cache, HeaderLru, RecordFacts
 from kvstore.engine.catalog import Catalog
-from kvstore.engine.estimate import LoadEstimator
 from kvstore.engine.job import IoQueue
-from kvstore.engine.location import location_page, location_pages, location_segment
+from kvstore.engine.location import DEPTH_BITS, PAGE_BITS, PAGES_BITS, location_page, location_pages, location_segment
 from kvstore.engine.namespaces import index_key
 from kvstore.engine.readplan import Range
 from kvstore.engine.segment import SegmentTable
@@ -31,6 +30,8 @@ from kvstore.types.results import MissReason
 
 _HEADER_PAGES_AT_FIRST: Final = 1
 _WORD: Final = 4
+_SEGMENT_SHIFT: Final = PAGE_BITS + PAGES_BITS + DEPTH_BITS
+_PAGES_MASK: Final = (1 << PAGES_BITS) - 1
 _HALVES: Final = struct.Struct("<QQ")
 
 
@@ -38,7 +39,7 @@ class Waiter(Protocol):
     """Who wants what a flight brings. `index` is the waiter's own name for the record."""
 
     def loaded(
-        self, index: int, facts: RecordFacts, piece: Piece, *, payload: memoryview, offset: int, crcs: bytes
+        self, index: int, facts: RecordFacts, piece: Piece | None, payload: memoryview, offset: int, crcs: bytes
     ) -> None:
         """Verified blocks, `payload` beginning at `offset` of the record; hold `piece` to keep them."""
 
@@ -48,11 +49,17 @@ class Waiter(Protocol):
     def failed(self, index: int, reason: MissReason) -> None:
         """Nothing will come."""
 
-    def launched(self, length_bytes: int) -> None:
-        """A read that this waiter started takes so much staging memory."""
 
-    def landed(self, length_bytes: int) -> None:
-        """That read is over; whoever holds its memory now counts it."""
+class Starter(Waiter, Protocol):
+    """A waiter that starts reads.
+
+    Attributes:
+        spec: says for which namespace, and in which flow class.
+        staged_bytes: grows by what is on its way from the drive for it.
+    """
+
+    spec: ReadSpec
+    staged_bytes: int
 
 
 FlightKey = int | tuple[int, int, int]
@@ -70,12 +77,10 @@ class Flight:
         at, length_bytes: where it lies in its load's memory.
         version: of the catalog when it was started.
         second: it was read before, and was not right.
-        keep: it goes into the cache.
     """
 
     __slots__ = (
         "at",
-        "keep",
         "key",
         "length_bytes",
         "location",
@@ -96,7 +101,6 @@ class Flight:
         self.waiters: list[tuple[Waiter, int]] = []
         self.wanted_in_cache = False
         self.second = False
-        self.keep = False
         self.at = 0
         self.length_bytes = 0
 
@@ -105,7 +109,6 @@ class _Load:
     """One stretch of the drive being read into one piece."""
 
     __slots__ = (
-        "began_ns",
         "error",
         "finish",
         "flights",
@@ -123,7 +126,7 @@ class _Load:
         flights: Sequence[Flight],
         piece: Piece,
         segment: int,
-        starter: Waiter,
+        starter: Starter,
         flow: FlowClass,
         finish: Callable[[_Load], None],
     ) -> None:
@@ -134,7 +137,6 @@ class _Load:
         self.flow = flow
         self.finish = finish
         self.length_bytes = 0
-        self.began_ns = 0
         self.operations = self.left = 0
         self.error: OSError | None = None
 
@@ -162,8 +164,7 @@ class Loader:
         operations: device operations in flight.
         started: device operations ever started.
         headers: facts of records that were read in pieces.
-        estimator: is told how long reads take.
-        now_ns, tick: the time of the present turn.
+        tick: the time of the present turn.
     """
 
     def __init__(
@@ -175,7 +176,6 @@ class Loader:
         cache: Cache,
         headers: HeaderLru,
         metrics: EngineMetrics,
-        estimator: LoadEstimator,
         is_current: Callable[[NamespaceRef], bool],
         quarantine: Callable[[NamespaceRef, bytes, int], None],
     ) -> None:
@@ -184,7 +184,6 @@ class Loader:
         self._catalog = catalog
         self._cache = cache
         self.headers = headers
-        self.estimator = estimator
         self._metrics = metrics
         self._is_current = is_current
         self._quarantine = quarantine
@@ -192,39 +191,41 @@ class Loader:
         self.flights: dict[FlightKey, Flight] = {}
         self.operations = 0
         self.started = 0
-        self.now_ns = 0
         self.tick = 1
 
     # --- starting ----------------------------------------------------------------------------------------------------
     def whole(
-        self, ref: NamespaceRef, wanted: Sequence[tuple[int, bytes]], *, starter: Waiter, flow: FlowClass
-    ) -> list[Flight] | None:
-        """Read whole records that lie side by side.
+        self, wanted: Sequence[tuple[int, bytes, int]], pages: int, starter: Starter, wanted_in_cache: bool
+    ) -> bool:
+        """Read whole records that lie side by side. False when there is no memory now.
 
         Args:
-            wanted: (location, record key) in order of place, each once, none in flight.
-
-        Returns:
-            Their flights, for waiters to be added; None when there is no memory now.
+            wanted: (location, record key, the starter's index) in order of place, none in flight.
+            pages: of all together.
         """
-        length = sum(location_pages(location) for location, _ in wanted) * PAGE_BYTES
+        length = pages * PAGE_BYTES
         piece = self._cache.allocate(length)
         if piece is None:
-            return None
-        flights = []
+            return False
+        ref = starter.spec.namespace
         version = self._catalog.version
+        flights = []
         at = 0
-        for location, key in wanted:
-            flight = self.flights[location] = Flight(location, ref, key, location, version)
+        for location, key, index in wanted:
+            flight = Flight(location, ref, key, location, version)
+            self.flights[location] = flight
+            flight.waiters.append((starter, index))
+            flight.wanted_in_cache = wanted_in_cache
             flight.at = at
-            flight.length_bytes = location_pages(location) * PAGE_BYTES
-            at += flight.length_bytes
+            at += (location >> DEPTH_BITS & _PAGES_MASK) * PAGE_BYTES
+            flight.length_bytes = at - flight.at
             flights.append(flight)
-        self._begin(_Load(flights, piece, location_segment(wanted[0][0]), starter, flow, self._whole_done), 0, length)
-        return flights
+        segment = wanted[0][0] >> _SEGMENT_SHIFT
+        self._begin(_Load(flights, piece, segment, starter, starter.spec.flow, self._whole_done), 0, length)
+        return True
 
     def header(
-        self, ref: NamespaceRef, key: bytes, location: int, *, starter: Waiter, flow: FlowClass
+        self, ref: NamespaceRef, key: bytes, location: int, *, starter: Starter, flow: FlowClass
     ) -> Flight | None:
         """Read the header of one record."""
         return self._header(
@@ -235,14 +236,14 @@ class Loader:
         )
 
     def part(
-        self, ref: NamespaceRef, facts: RecordFacts, blocks: Range, *, starter: Waiter, flow: FlowClass
+        self, ref: NamespaceRef, facts: RecordFacts, blocks: Range, *, starter: Starter, flow: FlowClass
     ) -> Flight | None:
         """Read some checksum blocks of one record; `blocks` is (offset, length), whole blocks of its payload."""
         location = facts.location
         flight = Flight((location, *blocks), ref, facts.key, location, self._catalog.version)
         return self._part(flight, facts, blocks, starter, flow)
 
-    def _header(self, flight: Flight, pages: int, starter: Waiter, flow: FlowClass) -> Flight | None:
+    def _header(self, flight: Flight, pages: int, starter: Starter, flow: FlowClass) -> Flight | None:
         length = min(pages, location_pages(flight.location)) * PAGE_BYTES
         piece = self._cache.allocate(length)
         if piece is None:
@@ -254,7 +255,7 @@ class Loader:
         return flight
 
     def _part(
-        self, flight: Flight, facts: RecordFacts, blocks: Range, starter: Waiter, flow: FlowClass
+        self, flight: Flight, facts: RecordFacts, blocks: Range, starter: Starter, flow: FlowClass
     ) -> Flight | None:
         offset, length = blocks
         start = offset // PAGE_BYTES * PAGE_BYTES
@@ -275,21 +276,24 @@ class Loader:
 
     def _begin(self, load: _Load, offset: int, length: int) -> None:
         """Queue the operations that fill `load.piece` from `offset` of its first record on."""
-        self._table.hold(load.segment)
-        place = self._table.offset(load.segment, location_page(load.flights[0].location)) + offset
-        view = load.piece.view
+        table, queue, flow, view = self._table, self._queue, load.flow, load.piece.view
+        table.hold(load.segment)
+        place = table.offset(load.segment, location_page(load.flights[0].location)) + offset
         load.length_bytes = length
-        for at in range(0, length, DEVICE_IO_BYTES_MAX):
-            end = min(at + DEVICE_IO_BYTES_MAX, length)
-            self._queue.submit(IoOp(IoKind.READ, place + at, [view[at:end]], flow=load.flow, owner=load.done))
-            load.left += 1
-        load.operations = load.left
-        load.starter.launched(length)
-        self.operations += load.left
-        self.started += load.left
-        load.began_ns = self.now_ns
-        self.estimator.started(self.now_ns)
-        self._metrics.read_ios += load.left
+        load.starter.staged_bytes += length
+        count = 1
+        if length == len(view) and length <= DEVICE_IO_BYTES_MAX:
+            queue.submit(IoOp(IoKind.READ, place, (view,), flow=flow, owner=load.done))
+        else:
+            starts = range(0, length, DEVICE_IO_BYTES_MAX)
+            count = len(starts)
+            for at in starts:
+                end = min(at + DEVICE_IO_BYTES_MAX, length)
+                queue.submit(IoOp(IoKind.READ, place + at, (view[at:end],), flow=flow, owner=load.done))
+        load.operations = load.left = count
+        self.operations += count
+        self.started += count
+        self._metrics.read_ios += count
 
     # --- whole records -----------------------------------------------------------------------------------------------
     def _whole_done(self, load: _Load) -> None:
@@ -299,43 +303,53 @@ class Loader:
             self._table.release(load.segment)
             return
         generation = int(self._table.generation[load.segment])
+        caching = self._cache.capacity_bytes > 0
         view = load.piece.view
         found: list[RecordFacts | Fault] = []
+        kept: set[Flight] = set()
         sound = True
         for flight in load.flights:
             data = view[flight.at : flight.at + flight.length_bytes]
-            facts = _verify_whole(data, flight, generation)
+            facts = check_header(data, flight.ref, flight.key, flight.location, generation)
+            if isinstance(facts, RecordFacts):
+                start = facts.header_pages * PAGE_BYTES
+                payload = data[start : start + facts.record_bytes]
+                if not blocks_match(payload, facts.block_bytes, facts.crcs):
+                    facts = Fault.CORRUPT
+                    sound = False
+                elif caching and self._admits(flight, facts):
+                    kept.add(flight)
+            else:
+                sound = False
             found.append(facts)
-            if isinstance(facts, Fault):
-                sound = False
-            elif self._admits(flight, facts):
-                flight.keep = True
-                sound = False
-        if sound:
+        if sound and not kept:
             self._share(load, found)
         else:
-            self._divide(load, found)
+            self._divide(load, found, kept)
         self._table.release(load.segment)
 
     def _admits(self, flight: Flight, facts: RecordFacts) -> bool:
-        cache = self._cache
-        return cache.capacity_bytes > 0 and (
-            cache.fits(facts.record_bytes) if flight.wanted_in_cache else cache.admits(facts.key, facts.record_bytes)
-        )
+        if flight.wanted_in_cache:
+            return self._cache.fits(facts.record_bytes)
+        return self._cache.admits(facts.key, facts.record_bytes)
 
     def _share(self, load: _Load, found: Sequence[RecordFacts | Fault]) -> None:
         """Every record is good and none stays in memory: all are served from the one piece."""
-        piece = load.piece
+        piece, flights = load.piece, self.flights
         view = piece.view
         for flight, facts in zip(load.flights, found, strict=True):
             assert isinstance(facts, RecordFacts)
-            del self.flights[flight.name]
-            self._trust(flight)
+            del flights[flight.name]
+            if self._suspects:
+                self._trust(flight)
             start = flight.at + facts.header_pages * PAGE_BYTES
-            self._deliver(flight, facts, piece, view[start : start + facts.record_bytes])
+            payload = view[start : start + facts.record_bytes]
+            for waiter, index in flight.waiters:
+                waiter.loaded(index, facts, piece, payload, 0, facts.crcs)
+        self._metrics.read_records += len(found)
         piece.release()
 
-    def _divide(self, load: _Load, found: Sequence[RecordFacts | Fault]) -> None:
+    def _divide(self, load: _Load, found: Sequence[RecordFacts | Fault], kept: set[Flight]) -> None:
         """Each record gets memory of its own: to be cached, served, or read again."""
         pieces = load.piece.split([flight.length_bytes for flight in load.flights])
         for flight, facts, piece in zip(load.flights, found, pieces, strict=True):
@@ -344,11 +358,11 @@ class Loader:
             else:
                 del self.flights[flight.name]
                 self._trust(flight)
-                self._deliver_own(flight, facts, piece)
+                self._deliver_own(flight, facts, piece, keep=flight in kept)
 
-    def _deliver_own(self, flight: Flight, facts: RecordFacts, piece: Piece) -> None:
+    def _deliver_own(self, flight: Flight, facts: RecordFacts, piece: Piece, *, keep: bool) -> None:
         header_bytes = facts.header_pages * PAGE_BYTES
-        if not flight.keep or not self._still_there(flight):
+        if not keep or not self._still_there(flight):
             self._deliver(flight, facts, piece, piece.view[header_bytes : header_bytes + facts.record_bytes])
             piece.release()
             return
@@ -365,7 +379,7 @@ class Loader:
     def _deliver(self, flight: Flight, facts: RecordFacts, piece: Piece, payload: memoryview) -> None:
         self._metrics.read_records += 1
         for waiter, index in flight.waiters:
-            waiter.loaded(index, facts, piece, payload=payload, offset=0, crcs=facts.crcs)
+            waiter.loaded(index, facts, piece, payload, 0, facts.crcs)
 
     def _still_there(self, flight: Flight) -> bool:
         """Whether the record was neither deleted, evicted, moved nor dropped while it was on its way."""
@@ -387,9 +401,7 @@ class Loader:
         elif len(data) < pages * PAGE_BYTES <= location_pages(flight.location) * PAGE_BYTES:
             self._again(flight, self._header(flight, pages, load.starter, load.flow))
         else:
-            facts = check_header(
-                data, ref=flight.ref, key=flight.key, location=flight.location, segment_generation=generation
-            )
+            facts = check_header(data, flight.ref, flight.key, flight.location, generation)
             if isinstance(facts, RecordFacts):
                 del self.flights[flight.name]
                 self.headers.put(generation, facts)
@@ -413,12 +425,12 @@ class Loader:
         crcs = facts.crcs[first : first + block_count(length, facts.block_bytes) * _WORD]
         if load.error is not None:
             self._err(flight)
-        elif blocks_match(payload, block_bytes=facts.block_bytes, crcs=crcs):
+        elif blocks_match(payload, facts.block_bytes, crcs):
             del self.flights[flight.name]
             self._trust(flight)
             self._metrics.read_records += 1
             for waiter, index in flight.waiters:
-                waiter.loaded(index, facts, load.piece, payload=payload, offset=offset, crcs=crcs)
+                waiter.loaded(index, facts, load.piece, payload, offset, crcs)
         elif self._is_second(flight):
             self.headers.forget(flight.location, int(self._table.generation[load.segment]))
             self._condemn(flight)
@@ -450,7 +462,6 @@ class Loader:
 
     def _read_again(self, flight: Flight, piece: Piece, load: _Load) -> None:
         flight.at = 0
-        flight.keep = False
         again = _Load([flight], piece, load.segment, load.starter, load.flow, self._whole_done)
         self._begin(again, 0, flight.length_bytes)
 
@@ -493,20 +504,8 @@ class Loader:
 
     def _landed(self, load: _Load) -> None:
         self.operations -= load.operations
-        self.estimator.finished(load.length_bytes, took_ns=self.now_ns - load.began_ns, now_ns=self.now_ns)
-        load.starter.landed(load.length_bytes)
+        load.starter.staged_bytes -= load.length_bytes
 
     def _end(self, load: _Load) -> None:
         load.piece.release()
         self._table.release(load.segment)
-
-
-def _verify_whole(data: memoryview, flight: Flight, segment_generation: int) -> RecordFacts | Fault:
-    facts = check_header(
-        data, ref=flight.ref, key=flight.key, location=flight.location, segment_generation=segment_generation
-    )
-    if isinstance(facts, Fault):
-        return facts
-    start = facts.header_pages * PAGE_BYTES
-    payload = data[start : start + facts.record_bytes]
-    return facts if blocks_match(payload, block_bytes=facts.block_bytes, crcs=facts.crcs) else Fault.CORRUPT

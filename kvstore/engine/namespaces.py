@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,13 @@ def index_key(ref: NamespaceRef, key: bytes) -> bytes:
     """The 16 bytes under which a record key (32 bytes) is indexed."""
     mixed = int.from_bytes(key[:SALT_BYTES], "little") ^ int.from_bytes(ref.salt, "little")
     return mixed.to_bytes(SALT_BYTES, "little")
+
+
+def index_keys_few(ref: NamespaceRef, keys: Sequence[bytes]) -> list[bytes]:
+    """`index_key` of a handful of keys."""
+    salt = int.from_bytes(ref.salt, "little")
+    size = SALT_BYTES
+    return [(int.from_bytes(key[:size], "little") ^ salt).to_bytes(size, "little") for key in keys]
 
 
 def index_keys(ref: NamespaceRef, keys: bytes | memoryview) -> U64:

@@ -12,16 +12,14 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Final
 
-import numpy as np
-
-from kvstore.engine.api import NamespaceRef, ReadHandle, ReadSink, ReadSpec
-from kvstore.engine.cache import Cache, CachedRecord, RecordFacts
+from kvstore.engine.api import ReadHandle, ReadSink, ReadSpec
+from kvstore.engine.cache import HITS_MAX, Cache, RecordFacts
 from kvstore.engine.catalog import Catalog
+from kvstore.engine.estimate import LoadEstimator
 from kvstore.engine.loads import HEADER, Flight, Loader
-from kvstore.engine.location import location_pages, location_segment
-from kvstore.engine.namespaces import NamespaceTable, index_key, index_keys
+from kvstore.engine.location import DEPTH_BITS, PAGES_BITS, location_pages, location_segment
+from kvstore.engine.namespaces import NamespaceTable, index_key, index_keys, index_keys_few
 from kvstore.engine.put import Put, Ticket
-from kvstore.engine.readplan import run_length
 from kvstore.engine.request import Pieces, Request
 from kvstore.engine.segment import SegmentTable
 from kvstore.errors import InvalidRequest
@@ -38,8 +36,13 @@ from kvstore.telemetry.metrics import EngineMetrics
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import MissReason
 
-_SCALAR_KEYS_MAX: Final = 8
+_FEW_KEYS: Final = 64
 _WATCHED_MIN: Final = 256
+_ARENA_SHARE: Final = 4  # a record longer than a quarter of the arena would wait for long until so much is free
+_WINDOW_OPENS_BYTES: Final = READ_WINDOW_BYTES // 2
+_RUN_PAGES_MAX: Final = READ_COALESCE_BYTES // PAGE_BYTES
+_PLACE_SHIFT: Final = PAGES_BITS + DEPTH_BITS
+_PAGES_MASK: Final = (1 << PAGES_BITS) - 1
 
 
 class Reader:
@@ -51,6 +54,7 @@ class Reader:
 
     Attributes:
         now_ns, tick: the time of the present turn.
+        hungry: a request waits for memory, or for its window to open.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Reader:
         loader: Loader,
         pending: Mapping[bytes, Ticket],
         metrics: EngineMetrics,
+        estimator: LoadEstimator,
         start: Callable[[], None],
     ) -> None:
         self._catalog = catalog
@@ -72,9 +77,12 @@ class Reader:
         self._loader = loader
         self._pending = pending
         self._metrics = metrics
+        self._estimator = estimator
         self._start = start
         self._round: deque[Request] = deque()
         self._blocked: deque[Request] = deque()
+        self._parked: list[Request] = []
+        self.hungry = False
         self._deadlines: list[tuple[int, int, Request]] = []
         self._watched_max = _WATCHED_MIN
         self._serial = count()
@@ -140,21 +148,16 @@ class Reader:
         self.pump()
 
     def memory_came_back(self, request: Request) -> None:
-        """A sink let go of an item of this request."""
-        if self._blocked or (
-            not request.closed
-            and not request.queued
-            and request.staged_bytes <= READ_WINDOW_BYTES // 2
-            and request.has_work()
-        ):
-            self.activate(request)
+        """A sink let go of an item of this request while somebody is `hungry`."""
+        if self._blocked or request.staged_bytes <= _WINDOW_OPENS_BYTES:
+            self.pump()
 
     def pump(self) -> None:
-        """Start what can be started, one I/O per request and round."""
+        """Start what can be started, some I/O of each request per round."""
         if self._pumping:
             self._again = True
             return
-        if not self._round and not self._blocked:
+        if not self._round and not self.hungry:
             return
         self._pumping = True
         before = self._loader.started
@@ -162,22 +165,42 @@ class Reader:
             self._again = True
             while self._again:
                 self._again = False
-                self._unblock()
+                self._wake()
                 self._take_turns()
         finally:
             self._pumping = False
+        self.hungry = bool(self._blocked or self._parked)
         if self._loader.started != before:
             self._start()
+
+    def _wake(self) -> None:
+        """Put those back into the round whose window has opened, and before them those that waited for memory."""
+        if self._parked:
+            parked, self._parked = self._parked, []
+            for request in parked:
+                if request.closed:
+                    continue
+                if request.staged_bytes > _WINDOW_OPENS_BYTES:
+                    self._parked.append(request)
+                elif not request.queued:
+                    request.queued = True
+                    self._round.append(request)
+        while self._blocked:
+            request = self._blocked.pop()
+            request.blocked = False
+            if not request.closed and not request.queued:
+                request.queued = True
+                self._round.appendleft(request)
 
     # --- memory ------------------------------------------------------------------------------------------------------
     def _from_memory(self, request: Request, indices: Sequence[int]) -> list[int]:
         """Deliver what the cache has, within the window; answers the records that it has not."""
         space = self._cache.space(request.spec.namespace.salt)
         if space is None:
-            self._loader.estimator.served(from_memory=0, records=len(indices))
+            self._estimator.served(from_memory=0, records=len(indices))
             self._metrics.cache_misses += len(indices)
             return list(indices)
-        get, keys, hit, now_ns, tick = space.get, request.keys, request.hit, self.now_ns, self.tick
+        get, keys, loaded, now_ns, tick = space.get, request.keys, request.loaded, self.now_ns, self.tick
         missing: list[int] = []
         stale: list[int] = []
         for index in indices:
@@ -191,8 +214,11 @@ class Reader:
                 if record.tick != tick:
                     record.tick = tick
                     stale.append(index)
-                hit(index, record)
-        self._loader.estimator.served(from_memory=len(indices) - len(missing), records=len(indices))
+                if record.hits < HITS_MAX:
+                    record.hits += 1
+                facts = record.facts
+                loaded(index, facts, record.piece, record.view, 0, facts.crcs)
+        self._estimator.served(from_memory=len(indices) - len(missing), records=len(indices))
         self._metrics.cache_misses += len(missing)
         self._metrics.cache_hits += len(indices) - len(missing) - len(request.later)
         if stale:
@@ -221,10 +247,11 @@ class Reader:
         locations = self._locate(request, indices)
         wants: list[tuple[int, int]] = []
         absent: list[int] = []
+        whole_pages_max = self._whole_pages_max(request)
         for index, location in zip(indices, locations, strict=True):
             if not location:
                 absent.append(index)
-            elif self._is_piecewise(request, location):
+            elif location >> DEPTH_BITS & _PAGES_MASK > whole_pages_max and self._is_piecewise(request, location):
                 pieces = request.piecewise[index] = Pieces(index, request.key(index), location)
                 request.pieces.append(pieces)
             else:
@@ -241,31 +268,33 @@ class Reader:
         """Locations of records, 0 where absent; this counts as an access."""
         ref, catalog = request.spec.namespace, self._catalog
         background = request.spec.flow is FlowClass.BACKGROUND
-        if len(indices) < _SCALAR_KEYS_MAX:
-            return [self._locate_one(ref, request.key(index), touch=not background) for index in indices]
+        if len(indices) <= _FEW_KEYS:
+            blob = request.keys
+            few = [blob[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES] for index in indices]
+            return catalog.locate_few(index_keys_few(ref, few), 0 if background else self.tick)
         keys = index_keys(ref, request.keys)
         slots = catalog.index.find_many(keys if len(indices) == len(keys) else keys[indices])
         there = slots >= 0
-        locations = np.where(there, catalog.index.locations[slots], np.uint64(0))
+        locations = catalog.index.locations.take(slots, mode="clip")
+        if not there.all():
+            locations[~there] = 0
+            slots = slots[there]
         if not background:
-            catalog.touch_slots(np.unique(slots[there]), self.tick)
-        return [int(location) for location in locations.tolist()]
+            catalog.touch_slots(slots, self.tick)
+        found: list[int] = locations.tolist()
+        return found
 
-    def _locate_one(self, ref: NamespaceRef, key: bytes, *, touch: bool) -> int:
-        key16 = index_key(ref, key)
-        key0, key1 = int.from_bytes(key16[:8], "little"), int.from_bytes(key16[8:], "little")
-        if touch:
-            self._catalog.touch(key0, key1, self.tick)
-        return self._catalog.index.get(key0, key1)
+    def _whole_pages_max(self, request: Request) -> int:
+        """Records up to this are read whole without a further look."""
+        bound = DEVICE_IO_BYTES_MAX if request.spec.ranges is None or request.force_cache else RANGE_WHOLE_BYTES
+        return min(bound, self._cache.arena.size_bytes // _ARENA_SHARE) // PAGE_BYTES
 
     def _is_piecewise(self, request: Request, location: int) -> bool:
-        """Whether a record is read block by block: long, and not wanted whole or not going to stay in memory."""
-        length = location_pages(location) * PAGE_BYTES
+        """Whether a long record is read block by block: not wanted whole, not to be cached, or too long."""
         if request.spec.ranges is not None and not request.force_cache:
-            return length > RANGE_WHOLE_BYTES
-        if length <= DEVICE_IO_BYTES_MAX:
-            return length > self._cache.arena.size_bytes // 4
-        return not self._cache.fits(length) or length > self._cache.arena.size_bytes // 4
+            return True
+        length = location_pages(location) * PAGE_BYTES
+        return not self._cache.fits(length) or length > self._cache.arena.size_bytes // _ARENA_SHARE
 
     def _miss(self, request: Request, indices: Sequence[int]) -> None:
         """Records that the index has not: perhaps on their way to it, else gone or never there."""
@@ -295,19 +324,10 @@ class Reader:
             header_pages=ticket.header_pages,
             location=0,
         )
-        request.give(index, facts, ticket.piece, payload)
+        request.loaded(index, facts, ticket.piece, payload, 0, facts.crcs)
         return True
 
     # --- starting reads ----------------------------------------------------------------------------------------------
-    def _unblock(self) -> None:
-        """Those that waited for memory try again, first in the round."""
-        while self._blocked:
-            request = self._blocked.pop()
-            request.blocked = False
-            if not request.closed and not request.queued:
-                request.queued = True
-                self._round.appendleft(request)
-
     def _take_turns(self) -> None:
         turns = self._round
         while turns and self._loader.operations < READS_IN_FLIGHT_MAX:
@@ -315,92 +335,84 @@ class Reader:
             request.queued = False
             if request.closed:
                 continue
-            if self._start_one(request):
-                if not request.closed and request.has_work() and not request.queued:
+            if self._take_turn(request):
+                if not request.closed and not request.queued and request.has_work():
                     request.queued = True
                     turns.append(request)
             elif request.blocked:
                 # Others need memory as well: they would only take what this one waits for.
                 self._blocked.appendleft(request)
+                self.hungry = True
                 return
+            elif not request.queued and request.has_work():
+                self._parked.append(request)
+                self.hungry = True
 
-    def _start_one(self, request: Request) -> bool:
+    def _take_turn(self, request: Request) -> bool:
         """One step for a request. False when its window is full or there is no memory (`blocked`)."""
         if request.later and request.staged_bytes < READ_WINDOW_BYTES:
             self._give_later(request)
             return True
         if request.next_want < len(request.wants):
             if request.version != self._catalog.version:
-                self._look_again(request)
+                self._plan(request, [])  # records moved or went since its reads were planned
                 return True
-            return self._start_run(request)
+            return self._start_runs(request)
         if request.pieces:
             return self._start_piece(request)
         return False
 
-    def _look_again(self, request: Request) -> None:
-        """Records moved or went since the reads of this request were planned."""
-        self._plan(request, [])
-
-    def _start_run(self, request: Request) -> bool:
-        """Join a read in flight, or start one of the next records that lie side by side."""
-        wants = request.wants
-        first = request.next_want
-        location, index = wants[first]
-        if self._is_served(request, location, index):
-            request.next_want += 1
-            return True
-        end = first + run_length(wants, first, bytes_max=READ_COALESCE_BYTES)
-        flights = self._loader.flights
-        wanted: list[tuple[int, bytes]] = []
-        last = first
-        for last in range(first, end):
-            location, index = wants[last]
-            if wanted and location == wanted[-1][0]:
+    def _start_runs(self, request: Request) -> bool:
+        """Join reads in flight, or start reads of records that lie side by side, up to READ_COALESCE_BYTES together."""
+        wants, keys = request.wants, request.keys
+        flights, cached = self._loader.flights, self._cache.at
+        at, count = request.next_want, len(wants)
+        turn_pages = _RUN_PAGES_MAX
+        while at < count and turn_pages > 0:
+            location, index = wants[at]
+            if location in flights or location in cached:
+                request.next_want = at = at + 1
+                self._serve(request, location, index)
                 continue
-            if location in flights or location in self._cache.at:
-                break
-            wanted.append((location, request.key(index)))
-        else:
-            last = end
-        length = sum([location_pages(location) for location, _ in wanted]) * PAGE_BYTES
-        if not request.has_window(length):
-            return False
-        started = self._loader.whole(request.spec.namespace, wanted, starter=request, flow=request.spec.flow)
-        if started is None:
-            request.blocked = True
-            return False
-        request.next_want = last
-        self._board(request, started, wants[first:last])
+            pages = location >> DEPTH_BITS & _PAGES_MASK
+            wanted = [(location, keys[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES], index)]
+            place = (location >> _PLACE_SHIFT) + pages
+            end = at + 1
+            while end < count:
+                location, index = wants[end]
+                if location >> _PLACE_SHIFT != place or location in flights or location in cached:
+                    break
+                more = location >> DEPTH_BITS & _PAGES_MASK
+                if pages + more > _RUN_PAGES_MAX:
+                    break
+                pages += more
+                place += more
+                wanted.append((location, keys[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES], index))
+                end += 1
+            length = pages * PAGE_BYTES
+            if request.staged_bytes + length > READ_WINDOW_BYTES and request.staged_bytes > length:
+                return False
+            if not self._loader.whole(wanted, pages, request, request.force_cache):
+                request.blocked = True
+                return False
+            turn_pages -= pages
+            request.next_want = at = end
         return True
 
-    def _board(self, request: Request, started: Sequence[Flight], wants: Sequence[tuple[int, int]]) -> None:
-        """Make the request the waiter of the flights it started; a key given twice waits twice."""
-        at = 0
-        for location, index in wants:
-            if started[at].location != location:
-                at += 1
-            self._join(request, index, started[at])
-        if request.force_cache:
-            for flight in started:
-                flight.wanted_in_cache = True
-
-    def _is_served(self, request: Request, location: int, index: int) -> bool:
-        """Whether the record has come into memory since, or is on its way for somebody: then this one joins."""
+    def _serve(self, request: Request, location: int, index: int) -> None:
+        """The record has come into memory since, or is on its way for somebody: then this one joins."""
         flight = self._loader.flights.get(location)
         if flight is not None:
             flight.wanted_in_cache |= request.force_cache
             self._metrics.read_shared += 1
             self._join(request, index, flight)
-            return True
-        record: CachedRecord | None = self._cache.at.get(location)
-        if record is None:
-            return False
+            return
+        record = self._cache.at[location]
         if record.facts.key == request.key(index):
-            request.hit(index, record)
+            record.touch()
+            request.loaded(index, record.facts, record.piece, record.view, 0, record.facts.crcs)
         else:
             self._collide(request, index)
-        return True
 
     def _join(self, request: Request, index: int, flight: Flight) -> None:
         """Wait for a flight, if it brings the very key that is wanted and not one with the same first 16 bytes."""
@@ -468,7 +480,7 @@ class Reader:
 
     def _still_at(self, request: Request, pieces: Pieces) -> bool:
         """Whether the record still lies where it did; if it moved, it is read from there, if it went, it is a miss."""
-        location = self._locate_one(request.spec.namespace, pieces.key, touch=False)
+        location = self._catalog.locate_few([index_key(request.spec.namespace, pieces.key)], 0)[0]
         if location == pieces.location:
             return True
         if location:

@@ -1,41 +1,14 @@
-"""What to read, decided: neighbours joined into one I/O, ranges widened to whole checksum blocks. Pure code."""
+"""What to read of a record, decided: ranges widened to whole checksum blocks. Pure code."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.engine.location import location_page, location_pages, location_segment
 from kvstore.errors import InvalidRequest
-from kvstore.limits import PAGE_BYTES, RANGES_PER_ITEM_MAX
+from kvstore.limits import RANGES_PER_ITEM_MAX
 
 Range = tuple[int, int]
 """(offset, length) in bytes."""
-
-
-def run_length(wants: Sequence[tuple[int, int]], start: int, *, bytes_max: int) -> int:
-    """How many of the wants, from `start` on, lie side by side and may be one I/O.
-
-    Args:
-        wants: (location, anything), sorted. A location given twice counts twice and is read once.
-        bytes_max: of the I/O; the first record is taken whatever its size.
-    """
-    location = wants[start][0]
-    segment = location_segment(location)
-    pages = location_pages(location)
-    next_page = location_page(location) + pages
-    pages_max = bytes_max // PAGE_BYTES
-    at = start + 1
-    while at < len(wants):
-        following = wants[at][0]
-        if following != location:
-            location = following
-            more = location_pages(location)
-            pages += more
-            if pages > pages_max or location_page(location) != next_page or location_segment(location) != segment:
-                break
-            next_page += more
-        at += 1
-    return at - start
 
 
 def covering_blocks(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvstore.engine.arena import Piece
+
+if TYPE_CHECKING:
+    from kvstore.engine.request import Request
 
 
 class ReadyRecord:
     """Whole checksum blocks of one record. See `api.ReadyItem`; one is made for each record sent, so it is lean."""
 
     __slots__ = (
-        "_on_release",
         "_piece",
+        "_request",
         "block_bytes",
         "content_id",
         "crcs",
@@ -34,9 +37,9 @@ class ReadyRecord:
         content_id: bytes,
         last: bool,
         piece: Piece | None,
-        on_release: Callable[[int], None],
+        request: Request,
     ) -> None:
-        """Takes over one hold on `piece`; `on_release` is called with the length of `data`."""
+        """Takes over one hold on `piece`, and `len(data)` of what the request has staged."""
         self.index = index
         self.record_bytes = record_bytes
         self.block_bytes = block_bytes
@@ -46,10 +49,13 @@ class ReadyRecord:
         self.content_id = content_id
         self.last = last
         self._piece = piece
-        self._on_release = on_release
+        self._request = request
 
     def release(self) -> None:
         """The bytes are not needed any more."""
         if self._piece is not None:
             self._piece.release()
-        self._on_release(len(self.data))
+        request = self._request
+        request.staged_bytes -= len(self.data)
+        if request.reader.hungry:
+            request.reader.memory_came_back(request)

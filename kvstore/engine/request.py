@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.engine.api import ReadSink, ReadSpec
 from kvstore.engine.arena import Piece
-from kvstore.engine.cache import CachedRecord, RecordFacts
+from kvstore.engine.cache import RecordFacts
 from kvstore.engine.readplan import Range, covering_blocks, ranges_per_record
 from kvstore.engine.ready import ReadyRecord
 from kvstore.limits import DEVICE_IO_BYTES_MAX, DIGEST_BYTES, READ_WINDOW_BYTES
@@ -56,12 +56,14 @@ class Request:
         later: records found in memory when the window was full.
         pieces: records to read piece by piece.
         queued, blocked: it stands in the reader's round, or among those that wait for memory.
+        reader: whom to tell when memory comes back.
     """
 
     __slots__ = (
         "_done",
+        "_pins_content",
         "_ranges",
-        "_reader",
+        "_simple",
         "blocked",
         "closed",
         "force_cache",
@@ -72,6 +74,7 @@ class Request:
         "pieces",
         "piecewise",
         "queued",
+        "reader",
         "sink",
         "spec",
         "staged_bytes",
@@ -96,8 +99,10 @@ class Request:
         self.piecewise: dict[int, Pieces] = {}
         self.queued = False
         self.blocked = False
-        self._reader = reader
+        self.reader = reader
         self._done = bytearray(self.left)
+        self._pins_content = spec.content_ids is not None
+        self._simple = spec.ranges is None and spec.content_ids is None
         self._ranges = ranges_per_record(spec.ranges, self.left) if spec.ranges is not None else None
 
     # --- ReadHandle --------------------------------------------------------------------------------------------------
@@ -149,35 +154,53 @@ class Request:
             if not self._done[index]:
                 self.miss(index, reason)
 
-    def hit(self, index: int, record: CachedRecord) -> None:
-        """A record lies in memory."""
+    def loaded(
+        self, index: int, facts: RecordFacts, piece: Piece | None, payload: memoryview, offset: int, crcs: bytes
+    ) -> None:
+        """See `loads.Waiter`; also for records that lie in memory. The caller keeps its own hold on `piece`."""
         if self.closed or self._done[index]:
             return
-        record.touch()
-        self._give_whole(index, record.facts, record.piece, record.view)
+        if not self._simple or self.piecewise:
+            self._choose(index, facts, piece, payload, offset, crcs)
+            return
+        self._done[index] = 1
+        self.left -= 1
+        if piece is not None:
+            piece.hold()
+        self.staged_bytes += len(payload)
+        self.sink.ready(
+            ReadyRecord(
+                index, facts.record_bytes, facts.block_bytes, 0, payload, crcs, facts.content_id, True, piece, self
+            )
+        )
+        if not self.left:
+            self._finish()
 
-    def give(self, index: int, facts: RecordFacts, piece: Piece | None, payload: memoryview) -> None:
-        """A whole record, from a flight or from memory; the caller keeps its own hold on `piece`."""
-        if not self.closed and not self._done[index]:
-            self._give_whole(index, facts, piece, payload)
-
-    def _give_whole(self, index: int, facts: RecordFacts, piece: Piece | None, payload: memoryview) -> None:
+    def _choose(
+        self, index: int, facts: RecordFacts, piece: Piece | None, payload: memoryview, offset: int, crcs: bytes
+    ) -> None:
+        """Deliver of a record what is wanted of it."""
+        pieces = self.piecewise.get(index)
+        if pieces is not None:
+            pieces.left -= 1
+            last = pieces.left == 0
+            if last:
+                del self.piecewise[index]
+                self._end(index)
+            self._send(index, facts, piece, payload, offset, crcs, last)
+            return
         if self.is_other_content(index, facts):
             self.miss(index, MissReason.ABSENT)
             return
-        if self._ranges is None:
-            self._end(index)
-            self._send(index, facts, piece, payload, 0, facts.crcs, True)
-            return
-        blocks = self.blocks(index, facts)
+        blocks = self.blocks(index, facts) if self._ranges is not None else [(0, len(payload))]
         if blocks is None:
             self.miss(index, MissReason.LAYOUT)
             return
         self._end(index)
-        for number, (offset, length) in enumerate(blocks, 1):
-            first = offset // facts.block_bytes * _WORD
-            crcs = facts.crcs[first : first + block_count(length, facts.block_bytes) * _WORD]
-            self._send(index, facts, piece, payload[offset : offset + length], offset, crcs, number == len(blocks))
+        for number, (start, length) in enumerate(blocks, 1):
+            first = start // facts.block_bytes * _WORD
+            words = facts.crcs[first : first + block_count(length, facts.block_bytes) * _WORD]
+            self._send(index, facts, piece, payload[start : start + length], start, words, number == len(blocks))
 
     def blocks(self, index: int, facts: RecordFacts) -> list[Range] | None:
         """Block-aligned pieces to deliver of a record; None if it is shorter than what is wanted."""
@@ -216,19 +239,10 @@ class Request:
         self.staged_bytes += len(data)
         self.sink.ready(
             ReadyRecord(
-                index,
-                facts.record_bytes,
-                facts.block_bytes,
-                offset,
-                data,
-                crcs,
-                facts.content_id,
-                last,
-                piece,
-                self.released,
+                index, facts.record_bytes, facts.block_bytes, offset, data, crcs, facts.content_id, last, piece, self
             )
         )
-        if last:
+        if last and not self.left:
             self._finish()
 
     def _finish(self) -> None:
@@ -236,35 +250,13 @@ class Request:
             self.close()
             self.sink.finished()
 
-    def released(self, length_bytes: int) -> None:
-        """The sink let go of an item."""
-        self.staged_bytes -= length_bytes
-        self._reader.memory_came_back(self)
-
     # --- Waiter ------------------------------------------------------------------------------------------------------
-    def loaded(
-        self, index: int, facts: RecordFacts, piece: Piece, *, payload: memoryview, offset: int, crcs: bytes
-    ) -> None:
-        """See `loads.Waiter`."""
-        if self.closed or self._done[index]:
-            return
-        pieces = self.piecewise.get(index)
-        if pieces is None:
-            self._give_whole(index, facts, piece, payload)
-            return
-        pieces.left -= 1
-        last = pieces.left == 0
-        if last:
-            del self.piecewise[index]
-            self._end(index)
-        self._send(index, facts, piece, payload, offset, crcs, last)
-
     def headed(self, index: int, facts: RecordFacts) -> None:
         """See `loads.Waiter`: now it is known which blocks to read."""
         pieces = self.piecewise.get(index)
         if pieces is not None:
             self.plan_pieces(pieces, facts)
-            self._reader.activate(self)
+            self.reader.activate(self)
 
     def plan_pieces(self, pieces: Pieces, facts: RecordFacts) -> None:
         """The header of a record that is read in pieces is known."""
@@ -298,12 +290,3 @@ class Request:
     def failed(self, index: int, reason: MissReason) -> None:
         """See `loads.Waiter`."""
         self.miss(index, reason)
-
-    def launched(self, length_bytes: int) -> None:
-        """See `loads.Waiter`."""
-        self.staged_bytes += length_bytes
-
-    def landed(self, length_bytes: int) -> None:
-        """See `loads.Waiter`."""
-        self.staged_bytes -= length_bytes
-        self._reader.memory_came_back(self)

@@ -2,7 +2,7 @@
 
 Nothing from the drive is trusted before its checksum is right, and nothing is served before the full key, the
 namespace, its generation and the place agree. FORMAT.md describes the header; this module unpacks the fields it
-needs at once, because it runs for every record of a cold read.
+needs at once and takes locations apart in place, because it runs for every record of a cold read.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from typing import Final
 
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.cache import RecordFacts
-from kvstore.engine.format import CRC_TABLE_AT, RECORD_MAGIC, page_count
-from kvstore.engine.location import location_page, location_pages, location_segment
+from kvstore.engine.format import CRC_TABLE_AT, RECORD_MAGIC
+from kvstore.engine.location import DEPTH_BITS, PAGE_BITS, PAGES_BITS
 from kvstore.limits import PAGE_BYTES, PAYLOAD_BYTES_MAX
-from kvstore.types.checksum import block_count, crc32c
+from kvstore.types.checksum import crc32c
 
 # magic, CRC, header pages, part, block, payload, segment generation, segment, page, position, CRC words, content id,
 # key, (parent, run head), namespace, namespace generation
 _HEADER: Final = struct.Struct("<4sIHHIQQII4xI16s32s64x32sQ")
 _CRC_COVERS_FROM: Final = 8
 _U32: Final = struct.Struct("<I")
+_PLACE_SHIFT: Final = PAGES_BITS + DEPTH_BITS
+_PAGES_MASK: Final = (1 << PAGES_BITS) - 1
 
 
 class Fault(Enum):
@@ -35,7 +37,7 @@ class Fault(Enum):
 
 
 def check_header(
-    data: memoryview, *, ref: NamespaceRef, key: bytes, location: int, segment_generation: int
+    data: memoryview, ref: NamespaceRef, key: bytes, location: int, segment_generation: int
 ) -> RecordFacts | Fault:
     """The facts of a record whose header begins `data`.
 
@@ -62,33 +64,23 @@ def check_header(
         generation,
     ) = _HEADER.unpack_from(data)
     end = header_pages * PAGE_BYTES
-    if magic != RECORD_MAGIC or not end <= len(data) or crc32c(data[_CRC_COVERS_FROM:end]) != crc:
+    if magic != RECORD_MAGIC or end > len(data) or crc32c(data[_CRC_COVERS_FROM:end]) != crc:
         return Fault.CORRUPT
-    if (
-        generation_found != segment_generation
-        or page != location_page(location)
-        or segment != location_segment(location)
-    ):
+    if generation_found != segment_generation or (segment << PAGE_BITS | page) != location >> _PLACE_SHIFT:
         return Fault.CORRUPT
     table_end = CRC_TABLE_AT + 4 * crc_count
     if (
         not block_bytes
         or record_bytes > PAYLOAD_BYTES_MAX
-        or crc_count != block_count(record_bytes, block_bytes)
-        or header_pages != page_count(table_end)
-        or header_pages + page_count(record_bytes) != location_pages(location)
+        or crc_count != -(-record_bytes // block_bytes)
+        or header_pages != -(-table_end // PAGE_BYTES)
+        or header_pages - (-record_bytes // PAGE_BYTES) != (location >> DEPTH_BITS) & _PAGES_MASK
     ):
         return Fault.CORRUPT
     if found_key != key or namespace != ref.digest or generation != ref.generation:
         return Fault.OTHER
     return RecordFacts(
-        key=key,
-        record_bytes=record_bytes,
-        block_bytes=block_bytes,
-        crcs=bytes(data[CRC_TABLE_AT:table_end]),
-        content_id=content_id,
-        header_pages=header_pages,
-        location=location,
+        key, record_bytes, block_bytes, bytes(data[CRC_TABLE_AT:table_end]), content_id, header_pages, location
     )
 
 
@@ -99,7 +91,7 @@ def header_pages_of(data: memoryview) -> int:
     return int(struct.unpack_from("<H", data, _CRC_COVERS_FROM)[0])
 
 
-def blocks_match(payload: memoryview, *, block_bytes: int, crcs: bytes | memoryview) -> bool:
+def blocks_match(payload: memoryview, block_bytes: int, crcs: bytes | memoryview) -> bool:
     """Whether `payload`, which begins at a block, has these checksums, one u32 LE per block."""
     length = len(payload)
     if length <= block_bytes:
