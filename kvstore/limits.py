@@ -144,7 +144,6 @@ SHUTDOWN_NS_MAX: Final = 600 * SECOND_NS
 
 # --- supervisor ------------------------------------------------------------------------------------------------
 CONTROL_DEADLINE_NS: Final = 10 * SECOND_NS
-WORKER_START_NS: Final = 60 * SECOND_NS
 WORKER_RECOVERY_NS: Final = 3600 * SECOND_NS
 WORKER_STOP_GRACE_NS: Final = 5 * SECOND_NS
 WORKER_BACKOFF_NS_MIN: Final = 200 * MS_NS

@@ -20,7 +20,6 @@ from kvstore.limits import (
     WORKER_BACKOFF_NS_MIN,
     WORKER_HEALTHY_NS,
     WORKER_RECOVERY_NS,
-    WORKER_START_NS,
     WORKER_STOP_GRACE_NS,
 )
 from kvstore.server.admin import AdminChannel, maps_of, text_of
@@ -207,7 +206,7 @@ class WorkerHandle:
 
     async def _until_ready(self, process: Process, channel: AdminChannel) -> None:
         try:
-            await channel.hello(deadline_ns=WORKER_START_NS)
+            await channel.hello(deadline_ns=WORKER_RECOVERY_NS)  # it may greet only once its drives are recovered
             value = await channel.admin("ready", {}, deadline_ns=WORKER_RECOVERY_NS)
         except (DeadlineExceeded, Unavailable) as error:
             if not channel.closed:
