@@ -377,9 +377,14 @@ class Reader:
             pages = location >> DEPTH_BITS & _PAGES_MASK
             wanted = [(location, keys[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES], index)]
             place = (location >> _PLACE_SHIFT) + pages
+            again = 0
             end = at + 1
             while end < count:
                 location, index = wants[end]
+                if location == wanted[-1][0]:
+                    again += 1
+                    end += 1
+                    continue
                 if location >> _PLACE_SHIFT != place or location in flights or location in cached:
                     break
                 more = location >> DEPTH_BITS & _PAGES_MASK
@@ -395,9 +400,19 @@ class Reader:
             if not self._loader.whole(wanted, pages, request, request.force_cache):
                 request.blocked = True
                 return False
+            if again:
+                self._join_twins(request, wants[at:end])
             turn_pages -= pages
             request.next_want = at = end
         return True
+
+    def _join_twins(self, request: Request, wants: Sequence[tuple[int, int]]) -> None:
+        """A key that is given twice waits twice for the one flight."""
+        before = -1
+        for location, index in wants:
+            if location == before:
+                self._join(request, index, self._loader.flights[location])
+            before = location
 
     def _serve(self, request: Request, location: int, index: int) -> None:
         """The record has come into memory since, or is on its way for somebody: then this one joins."""
