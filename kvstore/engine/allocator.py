@@ -64,8 +64,8 @@ class Allocator:
         self.move_pages = 0
         self.spare_pages = 0
         # All commits of open and closing segments must fit the log beside tombstones and namespaces.
-        blocks = int(log_half_bytes // PAGE_BYTES * LOG_SHARE_COMMITS)
-        self._entries_max = max(blocks // (1 + SEGMENTS_CLOSING_MAX), 1) * COMMITS_PER_BLOCK
+        self._entries_max = max(int(log_half_bytes // PAGE_BYTES * LOG_SHARE_COMMITS), 1) * COMMITS_PER_BLOCK
+        self._closing_max = min(SEGMENTS_CLOSING_MAX, max(table.count // 4, 1))
         self._retry_ns = 0
         self._retry_wait_ns = SPACE_RETRY_NS_MIN
         self.space_errors = 0
@@ -79,7 +79,7 @@ class Allocator:
             moving: for a record of a victim, which may use the room kept for those.
         """
         target = self.open
-        if target is None or target.failed or target.entry_count + target.outstanding >= self._entries_max:
+        if target is None or target.failed or self._entries_logged() >= self._entries_max:
             return None
         if target.room_pages(self.table.segment_pages) - (0 if moving else self.move_pages) < pages:
             return None
@@ -87,6 +87,17 @@ class Allocator:
         target.next_page = page + pages
         target.outstanding += 1
         return Place(target=target, page=page)
+
+    def _entries_logged(self) -> int:
+        """Commits that a checkpoint carries, and those that will come."""
+        total = sum(one.entry_count + one.outstanding for one in self.closing) if self.closing else 0
+        return total + (self.open.entry_count + self.open.outstanding if self.open is not None else 0)
+
+    @property
+    def crowded(self) -> bool:
+        """Closing segments take all that the log, or their number, allows: the oldest one must end."""
+        many = len(self.closing) >= self._closing_max
+        return bool(self.closing) and (many or self._entries_logged() >= self._entries_max)
 
     def watermark(self) -> tuple[int, int]:
         """(generation, page) of the last room handed out: every record placed from now on lies behind it."""
@@ -111,7 +122,7 @@ class Allocator:
 
         The caller writes its header page.
         """
-        if self.open is not None and len(self.closing) >= SEGMENTS_CLOSING_MAX:
+        if self.open is not None and self.crowded:
             return None
         segment = self._free_segment()
         if segment is None:

@@ -298,6 +298,8 @@ class Store:
         if self.reclaimer.running:
             return
         allocator = self.allocator
+        if self.writer.needs_room and allocator.crowded and allocator.closing[0].outstanding:
+            self.writer.end_writers_of(allocator.closing[0])
         if allocator.over:
             allocator.shrink()
         victim: int | None = None

@@ -303,6 +303,12 @@ class Writer:
         for ticket in [ticket for ticket in self.pending.values() if 0 < ticket.expires_ns <= now_ns]:
             self._expire(ticket)
 
+    def end_writers_of(self, target: OpenSegment) -> None:
+        """End the unfinished layer-wise puts of a segment that all other puts wait for."""
+        for ticket in list(self.pending.values()):
+            if isinstance(ticket, StreamingPut) and ticket.target is target and ticket.expires_ns:
+                self._expire(ticket)
+
     def _expire(self, ticket: Ticket) -> None:
         if ticket.received:
             return  # it is on its way to the drive already
