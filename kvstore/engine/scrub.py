@@ -75,6 +75,20 @@ class Scrubber:
         self._in_a_hurry = True
         self._on_end.append(on_end)
 
+    def start_round(self, *, bytes_second: int) -> bool:
+        """Begin a round at the next `poll`, at that speed from now on; 0 is as fast as the drive allows, once.
+
+        Returns:
+            False when a round was in progress; it goes on.
+        """
+        was_running = self.running
+        if bytes_second:
+            self.bytes_second = bytes_second
+            self._due_ns = min(self._due_ns, self._now_ns)
+        else:
+            self._in_a_hurry = True
+        return not was_running
+
     def _ended(self) -> None:
         self.running = False
         self._in_a_hurry = False

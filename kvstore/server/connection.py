@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from kvstore.errors import DeadlineExceeded, Internal, InvalidRequest, KVStoreError, Unavailable
@@ -17,6 +17,7 @@ from kvstore.limits import (
     FRAME_BODY_BYTES_MAX,
     HELLO_BODY_BYTES_MAX,
     HELLO_WAIT_NS,
+    IDLE_WAIT_NS,
     INLINE_PUT_BYTES_MAX,
     LINGER_NS,
     SECOND_NS,
@@ -44,9 +45,7 @@ class Plane(Protocol):
     metrics: DataplaneMetrics
     epoch: int
     now_ns: int
-
-    def handle(self, connection: Connection, frame: Frame) -> None:
-        """Carries out a request, or CANCEL."""
+    handlers: Mapping[FrameType, Callable[[Connection, Frame], None]]
 
     def place_writer_slices(self, connection: Connection, frame: Frame) -> Sequence[memoryview] | None:
         """Destination of a WRITER_WRITE's payload."""
@@ -71,6 +70,7 @@ class Connection:
 
     __slots__ = (
         "_blocked",
+        "_handlers",
         "_interest",
         "_lingering",
         "_plane",
@@ -90,6 +90,7 @@ class Connection:
     def __init__(self, accepted: socket.socket, plane: Plane, *, due_ns: int, is_admin: bool = False) -> None:
         self._plane = plane
         self.metrics = plane.metrics
+        self._handlers = plane.handlers
         self.channel = TcpNodeChannel(accepted, self, body_bytes_max=HELLO_BODY_BYTES_MAX)
         self.session = ServerSession()
         self.is_admin = is_admin
@@ -123,14 +124,14 @@ class Connection:
         if events & (READABLE | BROKEN) and not self.is_closed:
             if self._lingering:
                 self._discard()
-            else:
-                self.guard(self._receive)
-
-    def _receive(self) -> None:
-        for frame in self.channel.on_readable():
-            self._arrived(frame)
-        if self.channel.reader.paused and not self.is_closed:
-            self._watch()
+                return
+            try:
+                for frame in self.channel.on_readable():
+                    self._arrived(frame)
+            except Exception as error:  # noqa: BLE001 -- the root of everything that a peer causes
+                self.broke(error)
+            if self.channel.reader.paused and not self.is_closed:
+                self._watch()
 
     def _arrived(self, frame: Frame) -> None:
         if self._lingering or self.is_closed:
@@ -139,12 +140,11 @@ class Connection:
             return
         if frame.type is FrameType.DATA:
             self.channel.landed(frame)
-        else:
-            self._handle(frame)
-
-    def _handle(self, frame: Frame) -> None:
+            return
+        self.due_ns = self._plane.now_ns + IDLE_WAIT_NS
         try:
-            self._plane.handle(self, frame)
+            # the session lets requests and CANCEL through, nothing else
+            self._handlers[frame.type](self, frame)
         except KVStoreError as error:
             if self.session.request is None:
                 raise
@@ -183,17 +183,32 @@ class Connection:
         if not self.in_turn and not self._blocked and not self.is_closed:
             self._plane.want_send(self)
 
+    def send_now(self) -> None:
+        """Sends a first frame from within the request's own event; what is left takes its turns."""
+        if self.in_turn or self._blocked:
+            return
+        self.in_turn = True  # no turn for what is queued meanwhile
+        self._send()
+        self.in_turn = False
+        call = self.call
+        if call is not None and not self._blocked and call.has_output():
+            self._plane.want_send(self)
+
     def send_turn(self) -> bool:
         """Sends about one frame of payload; True when another turn is wanted."""
         if self.is_closed:
             return False
-        self.guard(self._send)
-        return not self._blocked and self._has_output()
+        try:
+            self._send()
+        except Exception as error:  # noqa: BLE001 -- the root of everything that a peer causes
+            self.broke(error)
+        call = self.call
+        return call is not None and not self._blocked and not self.is_closed and call.has_output()
 
     def _send(self) -> None:
         call = self.call
         channel = self.channel
-        if call is not None and channel.pending_bytes < FRAME_AIM_BYTES and call.has_output():
+        if call is not None and channel.writer.pending_bytes < FRAME_AIM_BYTES and call.has_output():
             call.pump()
         self._blocked = not channel.on_writable()
         if self._blocked is not self._waits_writable:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvstore.engine.api import Engine
-from kvstore.errors import Denied, InvalidRequest, Overloaded, StaleView
+from kvstore.errors import Denied, InvalidRequest, Overloaded, StaleView, Unavailable
 from kvstore.limits import (
     ACCEPTS_PER_EVENT_MAX,
     BATCH_ITEMS_MAX,
@@ -31,7 +31,7 @@ from kvstore.server import lookups
 from kvstore.server.admission import Admission, agreed_version
 from kvstore.server.clients import Client, Clients
 from kvstore.server.connection import Connection
-from kvstore.server.loop import Loop, until_ns
+from kvstore.server.loop import Loop
 from kvstore.server.puts import start_offer
 from kvstore.server.reads import start_get
 from kvstore.server.verbs import AdminVerbs
@@ -60,6 +60,7 @@ from kvstore.wire.messages import (
 log = logging.getLogger(__name__)
 
 FEATURES: Final = Feature.NONE
+_NEVER_NS: Final = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,7 @@ class DataPlane:
 
     Attributes:
         loop, metrics: see there.
+        handlers: what carries out each request, and CANCEL.
         epoch: of the view.
         now_ns: the time of this turn.
         is_draining: new puts are refused.
@@ -101,13 +103,15 @@ class DataPlane:
         self._admin = admin
         self._view = b""
         self._engine: Engine | None = None
+        self._is_stopping = False
         self._engine_is_due = False
+        self._timer_ns = _NEVER_NS  # when the engine wants to be polled, as of the last wait
         self._connections: set[Connection] = set()
         self._clients = Clients()
         self._turns: deque[Connection] = deque()
         self._listeners: list[socket.socket] = []
         self._sweep_ns = self.now_ns + SWEEP_NS
-        self._handlers: dict[FrameType, Callable[[Connection, Frame], None]] = {
+        self.handlers: Mapping[FrameType, Callable[[Connection, Frame], None]] = {
             FrameType.HELLO: self._hello,
             FrameType.PING: self._ping,
             FrameType.MANIFEST: self._manifest,
@@ -144,8 +148,10 @@ class DataPlane:
         """The supervisor's connection; ADMIN is legal there."""
         return self._add(connected, is_admin=True)
 
-    def stop_listening(self) -> None:
-        """New clients are refused by the kernel from now on."""
+    def stop(self) -> None:
+        """From now on new clients are refused by the kernel and new requests by an ERROR; those in progress go on."""
+        self._is_stopping = True
+        self.is_draining = True
         for listening in self._listeners:
             self.loop.forget(listening.fileno())
             listening.close()
@@ -158,7 +164,7 @@ class DataPlane:
 
     def close(self) -> None:
         """Closes every connection."""
-        self.stop_listening()
+        self.stop()
         for connection in list(self._connections):
             connection.close()
 
@@ -172,12 +178,10 @@ class DataPlane:
         """How long the loop may wait for events."""
         if self._turns or self._engine_is_due:
             return 0
-        now_ns = self._clock()
-        due_ns = self._sweep_ns if self._connections else None
         timer_ns = self._engine.next_timer_ns() if self._engine is not None else None
-        if timer_ns is not None:
-            due_ns = timer_ns if due_ns is None else min(due_ns, timer_ns)
-        return until_ns(due_ns, now_ns)
+        self._timer_ns = _NEVER_NS if timer_ns is None else timer_ns
+        due_ns = min(self._timer_ns, self._sweep_ns if self._connections else _NEVER_NS)
+        return None if due_ns == _NEVER_NS else max(0, due_ns - self._clock())
 
     def woke(self) -> None:
         """The loop has waited, and handles events after this."""
@@ -186,17 +190,16 @@ class DataPlane:
     def turn(self) -> None:
         """After a round of events: the engine's work, then a turn to send for each connection, then what is overdue."""
         engine = self._engine
-        if engine is not None:
-            timer_ns = engine.next_timer_ns()
-            if self._engine_is_due or (timer_ns is not None and timer_ns <= self.now_ns):
-                self._engine_is_due = False
-                engine.poll(self.now_ns)
+        if engine is not None and (self._engine_is_due or self._timer_ns <= self.now_ns):
+            self._engine_is_due = False
+            engine.poll(self.now_ns)
         turns = self._turns
         for _ in range(len(turns)):
             connection = turns.popleft()
-            connection.in_turn = False
             if connection.send_turn():
-                self.want_send(connection)
+                turns.append(connection)
+            else:
+                connection.in_turn = False
         if self.now_ns >= self._sweep_ns:
             self._sweep()
 
@@ -258,14 +261,6 @@ class DataPlane:
             self._admin.supervisor_gone()
 
     # --- requests ---------------------------------------------------------------------------------------------------
-    def handle(self, connection: Connection, frame: Frame) -> None:
-        """Carries out a request, or CANCEL."""
-        handler = self._handlers.get(frame.type)
-        if handler is None:
-            raise InvalidRequest(f"{frame.type.name} is not a request: see docs/protocol.md")
-        connection.due_ns = self.now_ns + IDLE_WAIT_NS
-        handler(connection, frame)
-
     def place_writer_slices(self, connection: Connection, frame: Frame) -> Sequence[memoryview] | None:
         """Destination of a WRITER_WRITE's payload."""
         self.metrics.calls[Verb.WRITER] += 1
@@ -398,8 +393,10 @@ class DataPlane:
         self._engine_is_due = True
 
     def _serving(self) -> Engine:
+        if self._is_stopping:
+            raise Unavailable(f"node {self._identity.node_id} is shutting down: ask another, or again shortly")
         if self._engine is None:
-            raise Overloaded("the worker is still reading its drive: try again shortly")
+            raise Unavailable(f"node {self._identity.node_id} is still reading its drives: try again shortly")
         return self._engine
 
     def _check_epoch(self, frame: Frame) -> None:

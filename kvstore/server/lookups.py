@@ -35,6 +35,9 @@ def match(connection: Connection, body: bytes | bytearray, engine: Engine, now_n
     metrics.calls[Verb.MATCH] += 1
     count = len(request.keys) // DIGEST_BYTES
     namespace = engine.namespace(request.namespace)
+    if namespace is None and connection.is_admin:
+        # people asking through gRPC are told which it is; to a client both are a miss
+        raise UnknownNamespace(f"namespace {request.namespace.hex()} is not known here")
     if namespace is None:
         reply = MatchReply(statuses=_ABSENT * count, pin_id=0, pinned=False, hit_bytes=0, load_ns=0)
     else:

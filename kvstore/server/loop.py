@@ -6,8 +6,6 @@ import select
 from collections.abc import Callable
 from typing import Final
 
-from kvstore.limits import SECOND_NS
-
 READABLE: Final = select.EPOLLIN
 WRITABLE: Final = select.EPOLLOUT
 BROKEN: Final = select.EPOLLERR | select.EPOLLHUP
@@ -51,8 +49,3 @@ class Loop:
         """Closes the epoll descriptor."""
         self._handlers.clear()
         self._epoll.close()
-
-
-def until_ns(due_ns: int | None, now_ns: int) -> int | None:
-    """How long to wait for a point in time: None for never, 0 when it has passed."""
-    return None if due_ns is None else max(0, min(due_ns - now_ns, 3600 * SECOND_NS))

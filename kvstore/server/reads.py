@@ -30,12 +30,19 @@ class ReadCall(Call):
     A piece is held until the socket has taken it, then released, which lets the engine go on.
     """
 
-    __slots__ = ("_cut_at", "_finished", "_handle", "_metrics", "_pieces", "_statuses")
+    __slots__ = ("_cut_at", "_finished", "_handle", "_metrics", "_pieces", "_starting", "_statuses")
 
     def __init__(
         self, connection: Connection, count: int, metrics: DataplaneMetrics, *, now_ns: int, deadline_ns: int
     ) -> None:
-        super().__init__(connection, Verb.GET, now_ns=now_ns, deadline_ns=deadline_ns)
+        # what Call's constructor does, in line: one is made for every GET
+        self.connection = connection
+        self.verb = Verb.GET
+        self.request_id = connection.session.request_id
+        self.started_ns = now_ns
+        self.deadline_ns = deadline_ns
+        self.over = False
+        self._starting = True
         self._metrics = metrics
         self._statuses = bytearray([_OPEN]) * count
         self._pieces: deque[ReadyItem] = deque()
@@ -44,9 +51,13 @@ class ReadCall(Call):
         self._handle: ReadHandle | None = None
 
     def start(self, engine: Engine, spec: ReadSpec, now_ns: int) -> bool:
-        """Begins; True when the engine has delivered everything already."""
+        """Begins; True when the engine has delivered everything already. What it has is sent at once, a frame of it."""
         self._handle = engine.read(spec, self, now_ns=now_ns)
-        return self._finished
+        self._starting = False
+        is_delivered = self._finished
+        if self._pieces or is_delivered:
+            self.connection.send_now()
+        return is_delivered
 
     # --- ReadSink ---------------------------------------------------------------------------------------------------
     def ready(self, item: ReadyItem) -> None:
@@ -55,7 +66,8 @@ class ReadCall(Call):
             item.release()
             return
         self._pieces.append(item)
-        self.connection.request_send()
+        if not self._starting:
+            self.connection.request_send()
 
     def missed(self, index: int, reason: MissReason) -> None:
         """An item that will not come; END says so."""
@@ -64,7 +76,8 @@ class ReadCall(Call):
     def finished(self) -> None:
         """Nothing more comes."""
         self._finished = True
-        self.connection.request_send()
+        if not self._starting:
+            self.connection.request_send()
 
     # --- Call -------------------------------------------------------------------------------------------------------
     def has_output(self) -> bool:

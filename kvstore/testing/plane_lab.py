@@ -88,7 +88,8 @@ class PlaneLab:
 
     def turn(self, *, wait_ns: int = 0) -> None:
         """One turn of the worker's loop."""
-        self.loop.turn(wait_ns, self.plane.woke)
+        planned_ns = self.plane.wait_ns()
+        self.loop.turn(wait_ns if planned_ns is None else min(wait_ns, planned_ns), self.plane.woke)
         self.plane.turn()
 
     def turn_until(self, is_done: Callable[[], bool]) -> None:

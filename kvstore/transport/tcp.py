@@ -20,6 +20,9 @@ from kvstore.wire.schema import Message
 assert os.sysconf("SC_IOV_MAX") >= IO_VECTORS_MAX, "sendmsg(2) would refuse our longest list of iovecs"
 
 LISTEN_BACKLOG: Final = 1024
+LOOPBACK_SEND_BUFFER_BYTES: Final = 384 * 1024
+"""1 MiB x32 over loopback: 0.98 of a raw pair at 0.49 CPU s/GB with 256 to 384 KiB, 0.82 at 0.59 with the kernel's own
+sizing, 0.63 with 128 KiB, interleaved on 2 cores."""
 _RETRY: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR, errno.ENOBUFS})
 _SENDS_PER_EVENT_MAX: Final = 8
 _DISCARD_BYTES: Final = 64 * 1024
@@ -38,8 +41,7 @@ class TcpChannel:
             writer: A new one by default.
         """
         connected.setblocking(False)
-        if connected.family in (socket.AF_INET, socket.AF_INET6):
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(connected)
         self._socket = connected
         self._peer = _peer_of(connected)
         self.reader = reader
@@ -119,6 +121,23 @@ class TcpChannel:
     def _broken(self, error: OSError) -> Unavailable:
         name = errno.errorcode.get(error.errno or 0, str(error.errno))
         return Unavailable(f"the connection to {self._peer} broke: {name} ({error.strerror})")
+
+
+def tune(connected: socket.socket) -> None:
+    """Options that both ends of a payload connection want: no delay, and on one host a send buffer that fits the cache.
+
+    Between hosts the kernel sizes the buffer by the path. On loopback it would grow to 4 MiB, and payload would leave
+    the CPU's cache before the reader copies it (see LOOPBACK_SEND_BUFFER_BYTES).
+    """
+    if connected.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        is_local = connected.getsockname()[0] == connected.getpeername()[0]
+    except OSError:
+        return  # it is gone already, as the next read will say
+    if is_local:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_SEND_BUFFER_BYTES)
 
 
 def listen_tcp(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:

@@ -6,7 +6,7 @@ or extension types, so that decoding needs no more memory than the body itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import msgpack  # type: ignore[import-untyped]
@@ -21,9 +21,9 @@ Plain: TypeAlias = "bool | int | float | str | bytes | Sequence[Plain] | Mapping
 _DEFECTS = (ValueError, TypeError, msgpack.UnpackException, RecursionError)
 
 
-def pack_fields(values: Iterable[Scalar]) -> bytes:
+def pack_fields(values: tuple[Scalar, ...]) -> bytes:
     """The body of a message whose fields are `values`, in order."""
-    packed: bytes = msgpack.packb(tuple(values))
+    packed: bytes = msgpack.packb(values)
     return packed
 
 

@@ -385,7 +385,9 @@ class FrameWriter:
 
     def push_message(self, message: Message, request_id: int, *, epoch: int = 0) -> None:
         """Queues a message without payload."""
-        self.push(encode_head(message.TYPE, request_id, message.encode(), epoch=epoch))
+        head = encode_head(message.TYPE, request_id, message.encode(), epoch=epoch)
+        self._iovecs.append(head)
+        self._queued += len(head)
 
     def push_slices(
         self,

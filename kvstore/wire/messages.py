@@ -285,6 +285,8 @@ class Get(Message):
     accept_pending: Flag = False
 
     def validate(self) -> None:
+        if not self.content_ids and not self.range_counts:
+            return
         count = len(self.keys) // DIGEST_BYTES
         expect_count("GET.content_ids", self.content_ids, ID_BYTES, count, or_empty=True)
         expect_count("GET.range_counts", self.range_counts, 4, count, or_empty=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any, ClassVar, Self, TypeVar, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_type_hints
 
 from kvstore.errors import InvalidRequest
 from kvstore.limits import DIGEST_BYTES
@@ -82,6 +82,26 @@ def digest_blob() -> Blob:
 Rule = Uint | Truth | Blob | Text
 
 
+class _FieldRule(NamedTuple):
+    """What `decode` does with one field. A tuple, not a dataclass: it is unpacked for every field of every message.
+
+    Attributes:
+        what: name for messages, "GET.keys".
+        check: raises InvalidRequest for a value that is not allowed.
+        store: sets the field of a new message.
+        kind: type of the value; int and bytes are judged in line.
+        low, high: of the value, or of its length, which is a multiple of `unit`.
+    """
+
+    what: str
+    check: Callable[[str, Scalar], None]
+    store: Callable[[Any, Scalar], None]
+    kind: type
+    low: int
+    high: int
+    unit: int
+
+
 class Message:
     """Base of every message: a frozen dataclass whose annotations carry the rule of each field.
 
@@ -92,7 +112,8 @@ class Message:
     __slots__ = ()
 
     TYPE: ClassVar[FrameType]
-    _RULES: ClassVar[tuple[tuple[str, str, Callable[[str, Scalar], None]], ...]]
+    _NAME: ClassVar[str]
+    _RULES: ClassVar[tuple[_FieldRule, ...]]
     _VALUES: ClassVar[Callable[[Any], Any]]
 
     def encode(self) -> bytes:
@@ -106,16 +127,21 @@ class Message:
         Raises:
             InvalidRequest: It is malformed; the text names the field, its value and what is allowed.
         """
-        name = cls.TYPE.name
-        values = unpack_fields(body, what=name)
+        values = unpack_fields(body, what=cls._NAME)
         rules = cls._RULES
         if len(values) < len(rules):
-            raise InvalidRequest(f"{name} has {len(values)} fields; the field {rules[len(values)][0]!r} is missing")
-        arguments = {}
-        for (field, what, check), value in zip(rules, values, strict=False):
-            check(what, value)
-            arguments[field] = value
-        message = cls(**arguments)
+            missing = rules[len(values)].what
+            raise InvalidRequest(f"{cls._NAME} has {len(values)} fields; the field {missing} is missing")
+        message = cls.__new__(cls)
+        for (what, check, store, kind, low, high, unit), value in zip(rules, values, strict=False):
+            # the usual kinds are accepted in line, everything else is for `check` to judge
+            if kind is bytes:
+                size = len(value) if type(value) is bytes else -1
+                if not low <= size <= high or size % unit:
+                    check(what, value)
+            elif kind is not int or type(value) is not int or not low <= value <= high:
+                check(what, value)
+            store(message, value)
         message.validate()
         return message
 
@@ -133,7 +159,8 @@ def message(frame_type: FrameType) -> Callable[[type[M]], type[M]]:
         hints = get_type_hints(cls, include_extras=True)
         names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         cls.TYPE = frame_type
-        cls._RULES = tuple((name, f"{frame_type.name}.{name}", hints[name].__metadata__[0].check) for name in names)
+        cls._NAME = frame_type.name
+        cls._RULES = tuple(_field_rule(cls, name, hints[name].__metadata__[0]) for name in names)
         getter = attrgetter(*names) if names else None
         if getter is None:
             cls._VALUES = staticmethod(lambda _: ())
@@ -144,6 +171,18 @@ def message(frame_type: FrameType) -> Callable[[type[M]], type[M]]:
         return cls
 
     return bind
+
+
+def _field_rule(cls: type[Message], name: str, rule: Rule) -> _FieldRule:
+    kind: type = {Uint: int, Truth: bool, Blob: bytes, Text: str}[type(rule)]
+    low, high, unit = 0, 0, 1
+    if isinstance(rule, Uint):
+        high = rule.limit
+    elif isinstance(rule, Blob):
+        low, high, unit = rule.count_min * rule.unit, rule.count_max * rule.unit, rule.unit
+    # the slot's own descriptor: a frozen dataclass is filled here, before anybody has seen it
+    store = getattr(cls, name).__set__
+    return _FieldRule(f"{cls.TYPE.name}.{name}", rule.check, store, kind, low, high, unit)
 
 
 def expect_count(

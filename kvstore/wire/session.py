@@ -6,7 +6,7 @@ stragglers of a call that was cancelled or answered early.
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Final
 
 from kvstore.errors import Closed, InvalidRequest
@@ -15,16 +15,16 @@ from kvstore.wire.header import FrameType as F
 REQUEST_ID_MAX: Final = 0xFFFF_FFFF
 
 
-class State(Enum):
+class State(IntEnum):
     """Where a connection stands; for a call, the kind of its dialogue."""
 
-    NEW = "new"
-    GREETING = "greeting"
-    IDLE = "idle"
-    ANSWER = "answer"
-    READ = "read"
-    WRITE = "write"
-    CLOSED = "closed"
+    NEW = 0
+    GREETING = 1
+    IDLE = 2
+    ANSWER = 3
+    READ = 4
+    WRITE = 5
+    CLOSED = 6
 
 
 REQUESTS: Final[dict[F, State]] = {
@@ -132,9 +132,10 @@ class _Session:
 
     def _node_frame(self, frame: F) -> State | None:
         """The state after a frame from the node, or None when it is not legal."""
-        if self._state is State.ANSWER and self._request is not None and frame in (ANSWERS[self._request], F.END):
-            return State.IDLE
-        return TO_CLIENT[self._state].get(frame)
+        after = TO_CLIENT[self._state].get(frame)
+        if after is None and self._state is State.ANSWER and self._request is not None:
+            return State.IDLE if frame in (ANSWERS[self._request], F.END) else None
+        return after
 
     def _enter(self, state: State) -> None:
         self._state = state
@@ -144,7 +145,7 @@ class _Session:
     def _illegal(self, frame: F, who: str) -> InvalidRequest:
         verb = f" of {self._request.name}" if self._request else ""
         return InvalidRequest(
-            f"{who} {frame.name} is not legal in state {self._state.value}{verb}: see docs/protocol.md"
+            f"{who} {frame.name} is not legal in state {self._state.name.lower()}{verb}: see docs/protocol.md"
         )
 
 
@@ -160,9 +161,9 @@ class ServerSession(_Session):
             InvalidRequest: It is not legal now; answer ERROR and close.
         """
         state = self._state
-        if request_id != self._request_id and frame in STRAGGLERS and state not in (State.NEW, State.GREETING):
-            return Verdict.IGNORE
-        if state is State.IDLE and frame in STRAGGLERS:
+        if frame in STRAGGLERS and (
+            state is State.IDLE or (request_id != self._request_id and state not in (State.NEW, State.GREETING))
+        ):
             return Verdict.IGNORE
         after = TO_NODE[state].get(frame)
         if after is None:
@@ -176,8 +177,10 @@ class ServerSession(_Session):
     def send(self, frame: F) -> None:
         """The node is about to send a frame of the call in progress. Raises AssertionError for our own defect."""
         after = self._node_frame(frame)
-        assert after is not None, f"node sends {frame.name} in state {self._state.value} of {self._request}"
-        self._enter(after)
+        assert after is not None, f"node sends {frame.name} in state {self._state.name} of {self._request}"
+        self._state = after
+        if after is State.IDLE or after is State.CLOSED:
+            self._request = None
 
 
 class ClientSession(_Session):

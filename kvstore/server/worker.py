@@ -1,0 +1,211 @@
+"""python -m kvstore.server.worker LAUNCH: the process that owns drives and moves payload.
+
+One thread around epoll. Started by the supervisor, with which it speaks over an inherited Unix socket (see
+`kvstore.server.launch`); it ends when that closes. gRPC is never imported here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from types import FrameType as StackFrame
+from typing import Final
+
+from kvstore.errors import KVStoreError
+from kvstore.limits import SECOND_NS
+from kvstore.server.admission import Admission, OpenAdmission
+from kvstore.server.connection import Connection
+from kvstore.server.dataplane import DataPlane, Identity
+from kvstore.server.drives import joined, open_drives
+from kvstore.server.launch import WorkerLaunch
+from kvstore.server.loop import Loop
+from kvstore.server.worker_verbs import Started, WorkerVerbs
+from kvstore.telemetry.logs import LogFormat, LogLevel, configure
+from kvstore.telemetry.metrics import DataplaneMetrics
+from kvstore.transport.tcp import address_of, listen_tcp
+
+log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG: Final = 1  # prctl(2)
+_BOOT_ID_BYTES: Final = 16
+_GC_OBJECTS: Final = 100_000
+"""New objects between collections: the hot path makes no cycles, and a full pass would be a pause."""
+_LINGER_NS: Final = SECOND_NS // 5
+_WILDCARDS: Final = frozenset({"0.0.0.0", "::"})
+
+
+class Worker:
+    """Everything of one worker process, from its start to its end. Implements `worker_verbs.WorkerControl`."""
+
+    def __init__(self, launch: WorkerLaunch, *, admission: Admission | None = None) -> None:
+        self._launch = launch
+        self._loop = Loop()
+        self._metrics = DataplaneMetrics()
+        self._started = Started(boot_id=os.urandom(_BOOT_ID_BYTES))
+        self._started.registry.add(self._metrics)
+        self._started.registry.add(self._started.process)
+        verbs = WorkerVerbs(self._started)
+        verbs.bind(self)
+        self._plane = DataPlane(
+            self._loop,
+            identity=Identity(node_id=launch.node_id, boot_id=self._started.boot_id),
+            admission=admission or OpenAdmission(),
+            admin=verbs,
+            metrics=self._metrics,
+            clock=time.monotonic_ns,
+        )
+        self._admin: Connection | None = None
+        self._end_ns: int | None = None  # when it ends at the latest, once it was told to
+        self._exit_code = 0
+        self._was_told_to_stop = False
+
+    # --- WorkerControl ----------------------------------------------------------------------------------------------
+    @property
+    def now_ns(self) -> int:
+        """The time of this turn."""
+        return self._plane.now_ns
+
+    @property
+    def is_draining(self) -> bool:
+        """Puts are refused."""
+        return self._plane.is_draining
+
+    def drain(self, *, resume: bool) -> None:
+        """Refuse puts, or take them again."""
+        self._plane.is_draining = not resume
+        for drive in self._started.drives:
+            if resume:
+                drive.engine.resume()
+            else:
+                drive.engine.drain()
+
+    def shut_down(self, *, within_ns: int) -> None:
+        """Finish what is in progress, for at most so long, then end."""
+        if self._end_ns is None:
+            log.info("shuts down: calls in progress have %.1f s", within_ns / SECOND_NS)
+        end_ns = time.monotonic_ns() + within_ns
+        self._end_ns = end_ns if self._end_ns is None else min(self._end_ns, end_ns)
+        self._plane.stop()
+
+    def end_at_once(self) -> None:
+        """The supervisor is gone: nobody would restart us, and a new one wants the drives."""
+        if self._end_ns is None:
+            log.warning("the supervisor is gone; the worker ends")
+        self._end_ns = time.monotonic_ns()
+        self._plane.stop()
+
+    def start_failed(self) -> None:
+        """The supervisor is told why: end as soon as the answer is out."""
+        self._exit_code = 1
+        self._end_ns = time.monotonic_ns() + SECOND_NS
+
+    def set_view(self, epoch: int, view: bytes) -> None:
+        """What clients are told of the cluster."""
+        self._plane.set_view(epoch, view)
+
+    # --- life -------------------------------------------------------------------------------------------------------
+    def run(self) -> int:
+        """Serves until told to end; returns the exit code."""
+        self._admin = self._plane.add_admin(socket.socket(fileno=self._launch.admin_fd))
+        while self._admin.client is None and self._end_ns is None:
+            self._turn()  # the supervisor wants its WELCOME before a recovery that may take long
+        if self._end_ns is None:
+            self._start()
+        while not self._is_over():
+            self._turn()
+        self._finish()
+        return self._exit_code
+
+    def _start(self) -> None:
+        """Recovers the drives and takes clients; what goes wrong is the answer to `ready`."""
+        try:
+            drives = self._started.drives = open_drives(self._launch)
+            for drive in drives:
+                self._started.registry.add(drive.engine.metrics)
+                self._started.registry.add(drive.engine.device_metrics)
+            self._plane.serve(joined(drives))
+            listening = [listen_tcp(host, self._launch.data_port) for host in self._launch.hosts]
+            self._started.data = [self._reported(one) for one in listening]
+            for one in listening:
+                self._plane.listen(one)
+        except KVStoreError as error:
+            log.error("the worker cannot start: %s", error)
+            self._started.failure = error
+            return
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(_GC_OBJECTS)
+        self._watch_sigterm()
+
+    def _reported(self, listening: socket.socket) -> str:
+        """The address that clients are told."""
+        host, _, port = address_of(listening).rpartition(":")
+        advertise = self._launch.advertise
+        if advertise and host.strip("[]") in _WILDCARDS:
+            host = f"[{advertise}]" if ":" in advertise else advertise
+        return f"{host}:{port}"
+
+    def _watch_sigterm(self) -> None:
+        """Wakes the loop by a descriptor: a signal that only set a flag could come between the look and the wait."""
+        receiving, sending = socket.socketpair()
+        receiving.setblocking(False)
+        sending.setblocking(False)
+        signal.set_wakeup_fd(sending.detach())
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._loop.watch(receiving.detach(), self._on_signal_bytes)
+
+    def _on_sigterm(self, _number: int, _frame: StackFrame | None) -> None:
+        self._was_told_to_stop = True
+
+    def _on_signal_bytes(self, _: int) -> None:
+        if self._was_told_to_stop:
+            self.shut_down(within_ns=self._launch.drain_ns)
+
+    def _turn(self) -> None:
+        wait_ns = self._plane.wait_ns()
+        if self._end_ns is not None:
+            wait_ns = min(_LINGER_NS, _LINGER_NS if wait_ns is None else wait_ns)
+        self._loop.turn(wait_ns, self._plane.woke)
+        self._plane.turn()
+
+    def _is_over(self) -> bool:
+        if self._end_ns is None:
+            return False
+        if time.monotonic_ns() >= self._end_ns:
+            return True
+        is_answered = self._admin is None or self._admin.is_closed or self._admin.is_idle
+        is_written = all(drive.engine.idle for drive in self._started.drives)
+        return is_answered and is_written and not self._plane.calls_active
+
+    def _finish(self) -> None:
+        left_ns = max(0, (self._end_ns or 0) - time.monotonic_ns())
+        self._plane.close()
+        for drive in self._started.drives:
+            drive.engine.close(within_ns=left_ns + SECOND_NS)
+        self._loop.close()
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when the supervisor dies, even if it hangs (PR_SET_PDEATHSIG, prctl(2))."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        log.warning("prctl(PR_SET_PDEATHSIG) failed: %s", os.strerror(ctypes.get_errno()))
+
+
+def main() -> None:
+    """The worker's process, from its one argument on."""
+    launch = WorkerLaunch.from_argument(sys.argv[1])
+    configure(level=LogLevel(launch.log_level), format=LogFormat(launch.log_format), process=f"worker-{launch.rail}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    sys.exit(Worker(launch).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""The worker's end of the admin socket: what `kvstore.server.launch` promises the supervisor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvstore.cluster.view import View
+from kvstore.engine.explain import KeyFate
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.limits import DIGEST_BYTES, EXPLAIN_KEYS_MAX, NAMESPACES_PAGE_MAX, SHUTDOWN_NS_MAX
+from kvstore.server.drives import Drive
+from kvstore.telemetry.metrics import ProcessMetrics
+from kvstore.telemetry.process import measure
+from kvstore.telemetry.registry import Registry
+from kvstore.types.results import MissReason
+from kvstore.wire.codec import Plain, pack_plain
+
+Arguments = Mapping[str, Plain]
+
+_FIRST_GENERATION = 1  # of a namespace that was never dropped
+
+
+class WorkerControl(Protocol):
+    """What the verbs ask of the worker."""
+
+    @property
+    def now_ns(self) -> int:
+        """The time of this turn."""
+
+    @property
+    def is_draining(self) -> bool:
+        """Puts are refused."""
+
+    def drain(self, *, resume: bool) -> None:
+        """Refuse puts, or take them again."""
+
+    def shut_down(self, *, within_ns: int) -> None:
+        """Finish what is in progress, then end."""
+
+    def end_at_once(self) -> None:
+        """The supervisor is gone."""
+
+    def start_failed(self) -> None:
+        """The supervisor knows why the start failed: end."""
+
+    def set_view(self, epoch: int, view: bytes) -> None:
+        """What clients are told of the cluster."""
+
+
+@dataclass(slots=True)
+class Started:
+    """What `ready` reports: filled once the worker serves, or with why it cannot."""
+
+    data: Sequence[str] = ()
+    boot_id: bytes = b""
+    drives: Sequence[Drive] = ()
+    failure: KVStoreError | None = None
+    registry: Registry = field(default_factory=Registry)
+    process: ProcessMetrics = field(default_factory=ProcessMetrics)
+
+
+class WorkerVerbs:
+    """Implements `kvstore.server.verbs.AdminVerbs`."""
+
+    def __init__(self, started: Started) -> None:
+        """
+        Args:
+            started: Shared with the worker, which fills it.
+        """
+        self._started = started
+        self._worker: WorkerControl | None = None
+        self._verbs: dict[str, Callable[[Arguments], Plain]] = {
+            "ready": self._ready,
+            "stats": self._stats,
+            "namespaces": self._namespaces,
+            "explain": self._explain,
+            "scrub": self._scrub,
+            "drain": self._drain,
+            "view_set": self._view_set,
+            "shutdown": self._shutdown,
+        }
+
+    def bind(self, worker: WorkerControl) -> None:
+        """The worker and its verbs know each other."""
+        self._worker = worker
+
+    def carry_out(self, verb: str, arguments: Plain) -> bytes:
+        """See `AdminVerbs.carry_out`."""
+        act = self._verbs.get(verb)
+        if act is None:
+            raise InvalidRequest(f"admin verb {verb!r} is unknown; known are {', '.join(self._verbs)}")
+        if not isinstance(arguments, Mapping):
+            raise InvalidRequest(f"arguments of {verb} are {type(arguments).__name__}; pass a map")
+        return pack_plain(act(arguments))
+
+    def supervisor_gone(self) -> None:
+        """See `AdminVerbs.supervisor_gone`."""
+        self._control.end_at_once()
+
+    @property
+    def _control(self) -> WorkerControl:
+        assert self._worker is not None, "bind first"
+        return self._worker
+
+    def _ready(self, _: Arguments) -> Plain:
+        started = self._started
+        if started.failure is not None:
+            self._control.start_failed()
+            raise started.failure
+        targets: list[Plain] = [
+            {"id": drive.id, "path": drive.path, "capacity_bytes": drive.engine.store.superblock.capacity_bytes}
+            for drive in started.drives
+        ]
+        return {"data": list(started.data), "boot_id": started.boot_id, "targets": targets}
+
+    def _stats(self, _: Arguments) -> Plain:
+        started = self._started
+        for drive in started.drives:
+            drive.engine.update_gauges(self._control.now_ns)
+        measure(started.process)
+        # a snapshot is plain data: maps of numbers, text and lists
+        metrics: dict[str, Plain] = {name: dict(room) for name, room in started.registry.snapshot().items()}
+        return {"metrics": metrics, "state": "draining" if self._control.is_draining else "serving"}
+
+    def _namespaces(self, arguments: Arguments) -> Plain:
+        after = _bytes(arguments, "after")
+        limit = _number(arguments, "limit", NAMESPACES_PAGE_MAX)
+        known = {item.ref.digest: item for drive in self._started.drives for item in drive.engine.store.namespaces}
+        page = sorted(digest for digest in known if digest > after)[:limit]
+        rows: list[Plain] = [
+            {
+                "digest": digest,
+                "generation": known[digest].ref.generation,
+                "dropped": known[digest].ref.generation > _FIRST_GENERATION,
+                "manifest": known[digest].manifest,
+            }
+            for digest in page
+        ]
+        return {"namespaces": rows}
+
+    def _explain(self, arguments: Arguments) -> Plain:
+        namespace, keys = _bytes(arguments, "namespace"), _bytes(arguments, "keys")
+        if len(keys) % DIGEST_BYTES or len(keys) // DIGEST_BYTES > EXPLAIN_KEYS_MAX:
+            raise InvalidRequest(
+                f"explain of {len(keys)} bytes of keys; at most {EXPLAIN_KEYS_MAX} keys of {DIGEST_BYTES} bytes"
+            )
+        answers = []
+        for drive in self._started.drives:
+            ref = drive.engine.namespace(namespace)
+            if ref is not None:
+                answers.append(drive.engine.explain(ref, keys))
+        # of several drives, the one that knows most of a key speaks for it: a hit, else a reason other than ABSENT
+        best = [min(fates, key=_ignorance) for fates in zip(*answers, strict=True)]
+        rows: list[Plain] = [{"status": int(fate.status), "text": fate.text, "ago_ns": fate.ago_ns} for fate in best]
+        return {"known": bool(answers), "keys": rows}
+
+    def _scrub(self, arguments: Arguments) -> Plain:
+        bytes_second = _number(arguments, "bytes_second", 1 << 62)
+        started = [drive.engine.store.scrubber.start_round(bytes_second=bytes_second) for drive in self._started.drives]
+        return {"started": any(started)}
+
+    def _drain(self, arguments: Arguments) -> Plain:
+        self._control.drain(resume=arguments.get("resume") is True)
+        return {"draining": self._control.is_draining}
+
+    def _view_set(self, arguments: Arguments) -> Plain:
+        view = View.from_plain(arguments)
+        self._control.set_view(view.epoch, pack_plain(arguments))
+        return {}
+
+    def _shutdown(self, arguments: Arguments) -> Plain:
+        self._control.shut_down(within_ns=_number(arguments, "within_ns", SHUTDOWN_NS_MAX))
+        return {}
+
+
+def _ignorance(fate: KeyFate) -> tuple[bool, bool, int]:
+    """How little a drive knows of a key."""
+    return fate.status != 0, fate.status == MissReason.ABSENT, fate.status
+
+
+def _number(arguments: Arguments, name: str, limit: int) -> int:
+    value = arguments.get(name)
+    if type(value) is not int or not 0 <= value <= limit:
+        raise InvalidRequest(f"{name} is {value!r:.80}; it must be a number from 0 to {limit}")
+    return value
+
+
+def _bytes(arguments: Arguments, name: str) -> bytes:
+    value = arguments.get(name)
+    if not isinstance(value, bytes):
+        raise InvalidRequest(f"{name} is {type(value).__name__}; it must be bytes")
+    return value
