@@ -59,7 +59,7 @@ def show_namespaces(screen: Screen, page: NamespacePage) -> None:
             item.weights,
             f"{item.adapter} {item.adapter_revision}".strip(),
             item.layout,
-            f"{item.generation}{' (dropped)' if item.dropped else ''}",
+            f"{item.generation}{' (dropped before)' if item.dropped else ''}",
         )
         for item in page.namespaces
     ]

@@ -132,14 +132,13 @@ def _worse(first: KeyAnswer, second: KeyAnswer) -> KeyAnswer:
 
 
 def _summary_of_known(answer: NamespaceAnswer) -> str:
-    if answer.namespace.dropped:
-        return "the namespace was dropped; nothing that was stored before is served"
+    before = (
+        "; the namespace was dropped before, which hid what was stored until then" if answer.namespace.dropped else ""
+    )
     if not answer.keys:
-        return "the namespace is known here; pass tokens or keys to learn what became of them"
-    summary = _summary_of_keys(answer.keys)
-    if answer.namespace.generation > 1 and any(key.status != "hit" for key in answer.keys):
-        return f"{summary}; the namespace was dropped before, which hid what was stored until then"
-    return summary
+        return f"the namespace is known here; pass tokens or keys to learn what became of them{before}"
+    missing = any(key.status != "hit" for key in answer.keys)
+    return _summary_of_keys(answer.keys) + (before if missing else "")
 
 
 def _summary_of_keys(keys: Sequence[KeyAnswer]) -> str:

@@ -13,7 +13,7 @@ Verbs of ADMIN, arguments -> value (msgpack maps); ERROR where it fails:
                 shown to the operator as it is, and the worker exits with 1.
     stats       {} -> {"metrics": Registry.snapshot(), "state": "serving" | "draining"}
     namespaces  {"after": digest or b"", "limit": int} -> {"namespaces": [{"digest": bytes, "generation": int,
-                "dropped": bool, "manifest": bytes}, ...]}, in the order of digests
+                "dropped": bool (ever), "manifest": bytes}, ...]}, in the order of digests
     explain     {"namespace": digest, "keys": n * 32 bytes} -> {"known": bool,
                 "keys": [{"status": int (0 or a MissReason), "text": one sentence, "ago_ns": int}, ...]}
     scrub       {"bytes_second": int} -> {"started": bool}

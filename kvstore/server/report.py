@@ -57,7 +57,10 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceReport:
-    """A namespace that a node knows; `layout` is a short description for people."""
+    """A namespace that a node knows.
+
+    `layout` is a short description for people; `dropped` says that an older generation of it was dropped.
+    """
 
     digest: bytes
     tenant: str

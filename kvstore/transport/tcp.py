@@ -145,6 +145,7 @@ def listen_tcp(host: str, port: int, *, reuse_port: bool = False) -> socket.sock
 
     Raises:
         InvalidRequest: The address cannot be used; the text says what to change.
+        Unavailable: Somebody else listens there.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -158,7 +159,8 @@ def listen_tcp(host: str, port: int, *, reuse_port: bool = False) -> socket.sock
         made.listen(LISTEN_BACKLOG)
     except OSError as error:
         made.close()
-        raise InvalidRequest(
+        kind = Unavailable if error.errno == errno.EADDRINUSE else InvalidRequest
+        raise kind(
             f"cannot listen on {host} port {port}: {error.strerror or error}; choose a free port and an own address"
         ) from None
     return made

@@ -117,13 +117,8 @@ def test_of_several_shards_the_missing_one_speaks() -> None:
     assert [key.key for key in found.keys] == [key.digest for key in keys]
 
 
-def test_a_dropped_namespace_says_so() -> None:
-    answer = ask(Question(tenant="acme", namespace=MINE.digest), report(MINE, dropped=True))
-    assert "dropped" in answer.summary
-
-
 def test_a_namespace_that_was_dropped_before_says_so_beside_its_misses() -> None:
-    later = replace(report(MINE), generation=2)
+    later = report(MINE, dropped=True)
     answer = ask(Question(tenant="acme", namespace=MINE.digest, tokens=TOKENS), later)
     assert answer.summary.endswith("dropped before, which hid what was stored until then")
 
