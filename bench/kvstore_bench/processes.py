@@ -49,7 +49,7 @@ class Node:
         self._folder = tempfile.TemporaryDirectory(prefix="kvstore-bench-")
         self._ready_path = Path(self._folder.name) / "ready.json"
         self._command = [
-            sys.executable, "-m", "kvstore.cli.main", "serve", "--data-dir", str(data_dir),
+            sys.executable, "-m", "kvstore", "serve", "--data-dir", str(data_dir),
             "--capacity", str(capacity_bytes), "--cache", str(cache_bytes), "--grpc-port", "0",
             "--data-port", "0", "--metrics-port", "0",
             "--ready-file", str(self._ready_path), *extra,

@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore_client import Hit, KVClient, KVLayout, Namespace, Stored
-
 from kvstore.limits import GiB, KiB, MiB
 from kvstore.types.keys import KeyChain
 from kvstore_bench.measure import Row, Sample, interleaved, ratio_details, timed
 from kvstore_bench.peers import fio
 from kvstore_bench.peers.sockets import RawPair, touched
 from kvstore_bench.processes import Node, own_cpu_ns
+from kvstore_bench.scenarios import recovery
+from kvstore_client import Hit, KVClient, KVLayout, Namespace, Stored
 
 CHUNK_TOKENS = 64
 BATCH = 32
@@ -398,6 +398,8 @@ def run(*, quick: bool, folder: Path, only: str = "") -> Iterator[Row]:
                     yield from step(bench)
     finally:
         pair.close()
+    if not only or only in "recovery":
+        yield from recovery.run(chunks=effort.recovery_chunks, folder=folder)
 
 
 def _groups(effort: Effort) -> tuple[list[Callable[[Bench], list[Row]]], ...]:
