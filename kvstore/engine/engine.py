@@ -55,7 +55,7 @@ from kvstore.types.flow import FlowClass
 from kvstore.types.results import Exists, MissReason, Refused
 
 DATA_FILE: Final = "kvstore.data"
-_RECORD_PAGES_MIN: Final = 2
+_RECORD_PAGES_MIN: Final = 1  # a record of no bytes is its header page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
