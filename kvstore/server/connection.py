@@ -50,6 +50,9 @@ class Plane(Protocol):
     def place_writer_slices(self, connection: Connection, frame: Frame) -> Sequence[memoryview] | None:
         """Destination of a WRITER_WRITE's payload."""
 
+    def wake_engine(self) -> None:
+        """The engine has work, though none of its descriptors says so."""
+
     def want_send(self, connection: Connection) -> None:
         """The connection wants a turn to send."""
 
@@ -178,6 +181,10 @@ class Connection:
             self._watch()
 
     # --- sending ----------------------------------------------------------------------------------------------------
+    def wake_engine(self) -> None:
+        """The engine was given work outside of a request's first frame: let it move in this turn."""
+        self._plane.wake_engine()
+
     def request_send(self) -> None:
         """There is output: take a turn, unless the socket takes nothing now."""
         if not self.in_turn and not self._blocked and not self.is_closed:

@@ -209,6 +209,10 @@ class DataPlane:
             connection.in_turn = True
             self._turns.append(connection)
 
+    def wake_engine(self) -> None:
+        """The engine has work, though none of its descriptors says so: it is polled in this turn."""
+        self._engine_is_due = True
+
     def _engine_ready(self, _: int) -> None:
         self._engine_is_due = True
 

@@ -127,6 +127,7 @@ class PutCall(Call):
         """All bytes of an item are in its ticket's buffer."""
         self.connection.metrics.received_bytes[self.connection.flow] += self._batch.lengths[item]
         self._filled(item, self._tickets[item])
+        self.connection.wake_engine()
 
     # --- the way of an item -----------------------------------------------------------------------------------------
     def _advance(self) -> None:
