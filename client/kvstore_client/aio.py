@@ -21,10 +21,11 @@ from kvstore_client.match import MatchView
 from kvstore_client.namespace_handle import NamespaceKeys
 from kvstore_client.options import DURABILITIES, WAITS, ClientOptions, choice, deadline_after, pin_ttl_ns
 from kvstore_client.outcomes import count_stores
-from kvstore_client.planner import Keys
+from kvstore_client.planner import Keys, as_chain
 from kvstore_client.process import ProcessState
 from kvstore_client.ranges import Ranges
-from kvstore_client.read_verbs import LoadRequest, MatchAnswer
+from kvstore_client.read_shape import incoming_records
+from kvstore_client.read_verbs import MatchAnswer
 from kvstore_client.regions import Item, allocate
 from kvstore_client.rounds import Verb, refresh_view
 from kvstore_client.stats import Counters
@@ -160,17 +161,20 @@ class AsyncNamespace(NamespaceKeys):
         until_ns = self._deadline_ns(deadline)
         if soft_deadline is not None:
             until_ns = min(until_ns, self._deadline_ns(soft_deadline))
-        request = LoadRequest(
-            keys=keys,
-            buffers=buffers,
-            ranges=ranges,
-            layers=layers,
-            shards=shards,
-            part=part,
-            content_ids=content_ids,
-            accept_pending=accept_pending,
+        chain = as_chain(keys)
+        shape = self._shape(len(chain), shards=shards, part=part, layers=layers, ranges=ranges)
+        rows = incoming_records(shape, buffers, content_ids, key_count=len(chain))
+        results = await session.driver.run(
+            read_verbs.load(
+                session.core,
+                self.namespace,
+                shape,
+                chain,
+                rows,
+                accept_pending=accept_pending,
+                deadline_ns=until_ns,
+            )
         )
-        results = await session.driver.run(read_verbs.load(session.core, self.namespace, request, until_ns))
         if soft_deadline is not None and time.monotonic_ns() >= until_ns:
             session.core.counters.soft_deadlines += 1
         return results

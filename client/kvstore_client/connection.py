@@ -29,8 +29,9 @@ READ: Final = 1
 WRITE: Final = 2
 Steps: TypeAlias = Generator[int, None, None]
 
-_WAIT_ALL_BYTES_MIN: Final = 32 * 1024
-"""From this much missing payload on, one waiting receive is cheaper than several early ones."""
+_WAIT_ALL_BYTES_MIN: Final = 128 * 1024
+"""From this much missing payload on, one waiting receive is cheaper than several early ones. Less is mostly there at
+once, and what follows it as well, which a waiting receive would leave for another one."""
 _TIMEVAL = struct.Struct("@ll")
 _TIMEOUT_NS_MIN: Final = 1_000_000  # a timeout of 0 would mean none
 
@@ -170,6 +171,21 @@ class Connection:
             ) from None
         self.deadline_ns = call_deadline_ns
 
+    def begin(
+        self,
+        message: Message,
+        *,
+        owner: PayloadOwner | None = None,
+        payload: Sequence[memoryview] = (),
+        payload_bytes: int = 0,
+    ) -> None:
+        """Begins a call: queues its first frame, which carries `payload` when there is some."""
+        request_id = self._session.start(message.TYPE)
+        self._owner = owner
+        self.has_heard = False
+        head = encode_head(message.TYPE, request_id, message.encode(), payload_bytes=payload_bytes)
+        self._writer.push(head, payload, payload_bytes=payload_bytes)
+
     def start(
         self,
         message: Message,
@@ -178,12 +194,8 @@ class Connection:
         payload: Sequence[memoryview] = (),
         payload_bytes: int = 0,
     ) -> Steps:
-        """Begins a call and sends its first frame, which carries `payload` when there is some."""
-        request_id = self._session.start(message.TYPE)
-        self._owner = owner
-        self.has_heard = False
-        head = encode_head(message.TYPE, request_id, message.encode(), payload_bytes=payload_bytes)
-        self._writer.push(head, payload, payload_bytes=payload_bytes)
+        """Begins a call and sends its first frame."""
+        self.begin(message, owner=owner, payload=payload, payload_bytes=payload_bytes)
         return self._flush()
 
     def start_raw(
@@ -205,7 +217,38 @@ class Connection:
         return self._flush()
 
     def receive(self) -> Generator[int, None, list[Frame]]:
-        """The next frames of the call in progress, at least one.
+        """The next frames of the call in progress, at least one. Raises as `try_receive`."""
+        while True:
+            frames = self.try_receive()
+            if frames is not None:
+                return frames
+            yield READ
+
+    def try_flush(self) -> bool:
+        """Sends what is queued; False when the socket takes no more (not when `blocking`).
+
+        Raises:
+            Unavailable: The connection broke.
+            DeadlineExceeded: The deadline passed first.
+        """
+        writer, held = self._writer, self._require_socket()
+        while writer.pending_bytes:
+            flags: int = socket.MSG_NOSIGNAL
+            if self.blocking:
+                self._send_timeout_ns = self._arm(held, socket.SO_SNDTIMEO, self._send_timeout_ns)
+            else:
+                flags |= socket.MSG_DONTWAIT
+            try:
+                writer.advance(held.sendmsg(writer.buffers(), (), flags))
+            except BlockingIOError:
+                if not self.blocking:
+                    return False
+            except OSError as error:
+                raise self._broken(error) from None
+        return True
+
+    def try_receive(self) -> list[Frame] | None:
+        """The next frames of the call in progress, at least one; None when nothing is there (not when `blocking`).
 
         Raises:
             KVStoreError: What an ERROR frame said. The call is over; the connection lives unless it said otherwise.
@@ -216,7 +259,13 @@ class Connection:
             if self._refusal is not None:
                 refusal, self._refusal = self._refusal, None
                 raise refusal
-            frames = yield from self._receive()
+            count = self._receive_some()
+            if count is None:
+                return None
+            try:
+                frames = self._accept(self._reader.advance(count))
+            except KVStoreError as error:
+                raise self._breach(error) from error
             if frames:
                 return frames
 
@@ -295,22 +344,11 @@ class Connection:
         self._greeting.welcomed(self.welcome)
 
     def _flush(self) -> Steps:
-        writer, held = self._writer, self._require_socket()
-        while writer.pending_bytes:
-            flags: int = socket.MSG_NOSIGNAL
-            if self.blocking:
-                self._send_timeout_ns = self._arm(held, socket.SO_SNDTIMEO, self._send_timeout_ns)
-            else:
-                flags |= socket.MSG_DONTWAIT
-            try:
-                writer.advance(held.sendmsg(writer.buffers(), (), flags))
-            except BlockingIOError:
-                if not self.blocking:
-                    yield WRITE
-            except OSError as error:
-                raise self._broken(error) from None
+        while not self.try_flush():
+            yield WRITE
 
-    def _receive(self) -> Generator[int, None, list[Frame]]:
+    def _receive_some(self) -> int | None:
+        """Receives into the reader's buffers once; None when nothing is there."""
         reader, held = self._reader, self._require_socket()
         try:
             buffers = reader.buffers()
@@ -319,7 +357,7 @@ class Connection:
         flags: int = socket.MSG_DONTWAIT
         if self.blocking:
             flags = 0
-            if reader.wanted_bytes >= _WAIT_ALL_BYTES_MIN:
+            if len(buffers) > 1 and reader.wanted_bytes >= _WAIT_ALL_BYTES_MIN:
                 # a header always follows payload; waiting for more than it could wait for ever
                 flags = socket.MSG_WAITALL
                 buffers[-1] = buffers[-1][:HEADER_BYTES]
@@ -331,16 +369,13 @@ class Connection:
                 break
             except BlockingIOError:
                 if not self.blocking:
-                    yield READ
+                    return None
             except OSError as error:
                 raise self._broken(error) from None
         if not count:
             raise Unavailable(f"node at {self._address} closed the connection; it may be restarting")
         self.has_heard = True
-        try:
-            return self._accept(reader.advance(count))
-        except KVStoreError as error:
-            raise self._breach(error) from error
+        return count
 
     def _accept(self, arrived: list[Frame]) -> list[Frame]:
         """The frames of the call in progress. An ERROR among them is raised after them, by `receive`."""

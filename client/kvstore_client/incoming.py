@@ -48,9 +48,10 @@ class IncomingRecord:
     )
 
     def __init__(
-        self, region: Region, *, base_bytes: int, room_bytes: int, exact: bool, spans: Spans | None, content_id: bytes
+        self, region: Region, base_bytes: int, room_bytes: int, exact: bool, spans: Spans | None, content_id: bytes
     ) -> None:
-        """
+        """Positional, because one is made for each record of each read.
+
         Args:
             region: The caller's memory of the item.
             base_bytes: Where in the region this record begins.
@@ -66,7 +67,11 @@ class IncomingRecord:
         self._spans = spans
         self.content_id = content_id
         self.mismatches = 0
-        self.restart()
+        self.status = OPEN
+        self.is_doubtful = False
+        self.record_bytes = -1
+        self._whole_until = 0
+        self._arrived: list[tuple[int, int]] | None = None
 
     def restart(self) -> None:
         """Forgets what arrived, before the record is asked for again."""
@@ -74,7 +79,7 @@ class IncomingRecord:
         self.is_doubtful = False
         self.record_bytes = -1
         self._whole_until = 0
-        self._arrived: list[tuple[int, int]] = []
+        self._arrived = None
 
     def land(self, piece: Slice, waste: memoryview) -> list[memoryview]:
         """Where the bytes of `piece` must be received, in order; memory of the caller only where it asked for them.
@@ -120,6 +125,8 @@ class IncomingRecord:
             if piece.offset == self._whole_until:
                 self._whole_until += length
             else:
+                if self._arrived is None:
+                    self._arrived = []
                 insort(self._arrived, (piece.offset, piece.offset + length))
         if piece.last:
             if not self._is_complete():
@@ -176,15 +183,15 @@ class IncomingRecord:
         return views
 
     def _is_complete(self) -> bool:
-        spans = ((0, self.record_bytes),) if self._spans is None else self._spans
-        if self._whole_until >= spans[-1][1]:
+        if self._whole_until >= (self.record_bytes if self._spans is None else self._spans[-1][1]):
             return True
+        spans = ((0, self.record_bytes),) if self._spans is None else self._spans
         return all(self._covers(first, behind) for first, behind in spans)
 
     def _covers(self, first: int, behind: int) -> bool:
         """Whether record bytes first..behind have all arrived."""
         at = max(first, self._whole_until)
-        for low, high in self._arrived:
+        for low, high in self._arrived or ():
             if low <= at < high:
                 at = high
         return at >= behind

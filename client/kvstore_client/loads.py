@@ -14,13 +14,14 @@ from kvstore.wire.header import FrameType
 from kvstore.wire.messages import ID_BYTES, RANGE_BYTES, End, Get
 from kvstore.wire.ranges import encode_ranges
 from kvstore.wire.slices import NO_CONTENT_ID
-from kvstore_client.connection import Connection, Steps
+from kvstore_client.connection import READ, WRITE, Connection, Steps
 from kvstore_client.incoming import HIT, OPEN, IncomingRecord
 from kvstore_client.planner import TargetId, split_by_weight
 from kvstore_client.ranges import Spans
 from kvstore_client.rounds import Job
 
 _BODY_BYTES = FRAME_BODY_BYTES_MAX - 4096  # room for the fields that do not grow with the batch
+_PLAIN_ITEMS_MAX = _BODY_BYTES // (DIGEST_BYTES + ID_BYTES)
 _NODE_MARGIN_NS_MAX = 50_000_000
 
 
@@ -28,6 +29,10 @@ class LoadJob(Job):
     """Reads the records of one target. What is not a HIT or a miss at the end is still OPEN.
 
     A record whose bytes did not match is asked for once more, on a fresh connection.
+
+    Attributes:
+        records: As given.
+        received_bytes: Payload that came, garbled or not.
     """
 
     __slots__ = (
@@ -38,10 +43,11 @@ class LoadJob(Job):
         "_landing",
         "_may_re_ask",
         "_namespace",
-        "_records",
         "_shared_spans",
         "_spans",
         "_waste",
+        "received_bytes",
+        "records",
     )
 
     def __init__(
@@ -69,10 +75,11 @@ class LoadJob(Job):
         super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, retries_max=READ_RETRIES_MAX)
         self._namespace = namespace
         self._keys = keys
-        self._records = records
+        self.records = records
         self._shared_spans = shared_spans
         self._spans = spans
         self._accept_pending = accept_pending
+        self.received_bytes = 0
         self._has_run = False
         self._may_re_ask = True
         self._asked: Sequence[IncomingRecord] = ()
@@ -82,27 +89,25 @@ class LoadJob(Job):
     def wants_another_try(self) -> bool:
         """After a break, while records are open; after a mismatch once."""
         if isinstance(self.failure, Unavailable | Overloaded):
-            return any(record.status == OPEN for record in self._records)
-        return self.failure is None and self._may_re_ask and any(record.is_doubtful for record in self._records)
+            return any(record.status == OPEN for record in self.records)
+        return self.failure is None and self._may_re_ask and any(record.is_doubtful for record in self.records)
 
     def run(self, connection: Connection) -> Steps:
-        """Asks for what is open or corrupt."""
+        """Asks for what is open or doubtful."""
         self._landing.clear()
         self._waste = connection.waste
-        chosen: Sequence[int] = range(len(self._records))
+        chosen: Sequence[int] = range(len(self.records))
         if self._has_run:
-            chosen = [at for at, one in enumerate(self._records) if one.status == OPEN or one.is_doubtful]
-            for at in chosen:
-                if self._records[at].is_doubtful:
-                    self._may_re_ask = False
-                self._records[at].restart()
+            chosen = self._rest()
         self._has_run = True
         assert connection.welcome is not None
-        for part in split_by_weight(
-            self._weights(chosen), items_max=connection.welcome.batch_items_max, weight_max=_BODY_BYTES
-        ):
-            yield from self._ask(connection, chosen[part.start : part.stop])
-        if self._may_re_ask and any(record.is_doubtful for record in self._records):
+        items_max = connection.welcome.batch_items_max
+        if self._spans is None and len(chosen) <= min(items_max, _PLAIN_ITEMS_MAX):
+            yield from self._ask(connection, chosen)
+        else:
+            for part in split_by_weight(self._weights(chosen), items_max=items_max, weight_max=_BODY_BYTES):
+                yield from self._ask(connection, chosen[part.start : part.stop])
+        if self._may_re_ask and any(record.is_doubtful for record in self.records):
             connection.close()  # whatever garbles bytes there shall not do it to the second try
 
     def place(self, frame: Frame) -> Sequence[memoryview]:
@@ -113,19 +118,37 @@ class LoadJob(Job):
             return landing[0]
         return [view for views in landing for view in views]
 
+    def _rest(self) -> list[int]:
+        """What a repeated try asks for: its records, made ready."""
+        chosen = [at for at, one in enumerate(self.records) if one.status == OPEN or one.is_doubtful]
+        for at in chosen:
+            if self.records[at].is_doubtful:
+                self._may_re_ask = False
+            self.records[at].restart()
+        return chosen
+
     def _ask(self, connection: Connection, chosen: Sequence[int]) -> Steps:
-        records = self._records
-        self._asked = records if len(chosen) == len(records) else [records[at] for at in chosen]
-        yield from connection.start(self._request(chosen), owner=self)
+        records = self.records
+        asked = self._asked = records if len(chosen) == len(records) else [records[at] for at in chosen]
+        connection.begin(self._request(chosen), owner=self)
+        while not connection.try_flush():
+            yield WRITE
         while True:
-            for frame in (yield from connection.receive()):
-                if frame.type is FrameType.DATA:
-                    landing = self._landing.popleft() if frame.payload_bytes else self._land(frame)
-                    for piece, views in zip(frame.slices, landing, strict=True):
-                        self._asked[piece.item].arrived(piece, views)
-                else:
+            frames = connection.try_receive()
+            if frames is None:
+                yield READ
+                continue
+            for frame in frames:
+                if frame.type is not FrameType.DATA:
                     self._end(connection.decode(End, frame), connection)
                     return
+                if frame.payload_bytes:
+                    self.received_bytes += frame.payload_bytes
+                    landing = self._landing.popleft()
+                else:
+                    landing = self._land(frame)
+                for piece, views in zip(frame.slices, landing, strict=True):
+                    asked[piece.item].arrived(piece, views)
 
     def _land(self, frame: Frame) -> list[list[memoryview]]:
         asked, waste = self._asked, self._waste
@@ -139,6 +162,8 @@ class LoadJob(Job):
         if len(end.statuses) != len(self._asked):
             raise Unavailable(f"node at {connection.address} ended {len(self._asked)} items with {len(end.statuses)}")
         for record, status in zip(self._asked, end.statuses, strict=True):
+            if record.status == status:
+                continue
             if record.status == OPEN:
                 if status == HIT:
                     raise Unavailable(f"node at {connection.address} ended a read before all of it was sent")
@@ -147,7 +172,7 @@ class LoadJob(Job):
                 record.status = status
 
     def _request(self, chosen: Sequence[int]) -> Get:
-        whole = len(chosen) == len(self._records)
+        whole = len(chosen) == len(self.records)
         keys = self._keys if whole else _pick(self._keys, chosen)
         counts, ranges = encode_ranges(self._ranges_of(chosen))
         left_ns = self.deadline_ns - time.monotonic_ns()

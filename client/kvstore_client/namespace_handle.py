@@ -16,9 +16,10 @@ from kvstore.types.tokens import Tokens
 from kvstore_client import read_verbs, write_verbs
 from kvstore_client.match import Match
 from kvstore_client.options import DURABILITIES, WAITS, choice, deadline_after, pin_ttl_ns
-from kvstore_client.planner import Keys
+from kvstore_client.planner import Keys, as_chain
 from kvstore_client.ranges import Ranges
-from kvstore_client.read_verbs import LoadRequest, PinHold
+from kvstore_client.read_shape import ReadShape, incoming_records, shape_of
+from kvstore_client.read_verbs import PinHold
 from kvstore_client.regions import Item
 from kvstore_client.write_verbs import StoreRequest
 from kvstore_client.writer import Writer
@@ -34,6 +35,21 @@ class NamespaceKeys:
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
         self._manifest = namespace.manifest()
+        self._whole_shape = shape_of(namespace.layout, key_count=0, shards=None, part=None, layers=None, ranges=None)
+
+    def _shape(
+        self,
+        key_count: int,
+        *,
+        shards: int | Sequence[int] | None,
+        part: str | None,
+        layers: Sequence[int] | None,
+        ranges: Ranges | None,
+    ) -> ReadShape:
+        """The shape of a read. That of whole records of all shards, which most are, is kept."""
+        if shards is None and part is None and layers is None and ranges is None:
+            return self._whole_shape
+        return shape_of(self.layout, key_count=key_count, shards=shards, part=part, layers=layers, ranges=ranges)
 
     @property
     def layout(self) -> KVLayout:
@@ -168,17 +184,20 @@ class BoundNamespace(NamespaceKeys):
         if soft_deadline is not None:
             soft_ns = self._deadline_ns(soft_deadline)
             is_soft, until_ns = soft_ns < until_ns, min(soft_ns, until_ns)
-        request = LoadRequest(
-            keys=keys,
-            buffers=buffers,
-            ranges=ranges,
-            layers=layers,
-            shards=shards,
-            part=part,
-            content_ids=content_ids,
-            accept_pending=accept_pending,
+        chain = as_chain(keys)
+        shape = self._shape(len(chain), shards=shards, part=part, layers=layers, ranges=ranges)
+        rows = incoming_records(shape, buffers, content_ids, key_count=len(chain))
+        results = session.driver.run(
+            read_verbs.load(
+                session.core,
+                self.namespace,
+                shape,
+                chain,
+                rows,
+                accept_pending=accept_pending,
+                deadline_ns=until_ns,
+            )
         )
-        results = session.driver.run(read_verbs.load(session.core, self.namespace, request, until_ns))
         if is_soft and time.monotonic_ns() >= until_ns:
             session.core.counters.soft_deadlines += 1
         return results

@@ -52,25 +52,24 @@ def load_results(rows: Sequence[Sequence[IncomingRecord]], counters: Counters) -
     """One result per item; `rows` holds, section by section, the item's records. No record is open any more."""
     results: list[Hit | Miss] = []
     hits = total = 0
-    if len(rows) == 1:
-        for record in rows[0]:
+    for records in zip(*rows, strict=True):
+        bad = HIT
+        length = 0
+        for record in records:
+            if record.mismatches:
+                counters.corrupt_blocks += record.mismatches
+                counters.corrupt_recovered += record.status == HIT
             if record.status == HIT:
-                length = record.wanted_bytes
-                hits += 1
-                total += length
-                results.append(Hit(length_bytes=length, content_id=record.content_id))
-            else:
-                results.append(_count_miss(record.status, counters))
-    else:
-        for records in zip(*rows, strict=True):
-            bad = next((record.status for record in records if record.status != HIT), HIT)
-            if bad == HIT:
-                length = sum(record.wanted_bytes for record in records)
-                hits += 1
-                total += length
-                results.append(Hit(length_bytes=length, content_id=b"".join([one.content_id for one in records])))
-            else:
-                results.append(_count_miss(bad, counters))
+                length += record.wanted_bytes
+            elif bad == HIT:
+                bad = record.status
+        if bad != HIT:
+            results.append(_count_miss(bad, counters))
+            continue
+        hits += 1
+        total += length
+        content_id = records[0].content_id if len(records) == 1 else b"".join([one.content_id for one in records])
+        results.append(Hit(length_bytes=length, content_id=content_id))
     counters.load_items += len(results)
     counters.load_hits += hits
     counters.load_bytes += total

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvstore.errors import InvalidRequest
+from kvstore.types.keys import KeyChain
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import Hit, Miss, MissReason
-from kvstore.wire.messages import ID_BYTES, End, Match, MatchReply, Prefetch, Unpin, Wait
+from kvstore.wire.messages import End, Match, MatchReply, Prefetch, Unpin, Wait
 from kvstore.wire.schema import Message
-from kvstore.wire.slices import NO_CONTENT_ID
 from kvstore_client.core import ClientCore
 from kvstore_client.incoming import HIT, IncomingRecord
 from kvstore_client.loads import LoadJob
@@ -32,25 +31,10 @@ from kvstore_client.planner import (
     prefix_length,
     sections_of,
 )
-from kvstore_client.ranges import Ranges, Selection, select, span_bytes
-from kvstore_client.regions import Item, Region, region_of
+from kvstore_client.read_shape import ReadShape
 from kvstore_client.rounds import Verb, attempt, ensure_view
 
 A = TypeVar("A", bound=Message)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRequest:
-    """Arguments of get_into, as the caller gave them; see `BoundNamespace.get_into`."""
-
-    keys: Keys
-    buffers: Sequence[Item]
-    ranges: Ranges | None
-    layers: Sequence[int] | None
-    shards: int | Sequence[int] | None
-    part: str | None
-    content_ids: Sequence[bytes] | None
-    accept_pending: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,28 +59,29 @@ class MatchAnswer:
     pinned_until_ns: int
 
 
-def load(core: ClientCore, namespace: Namespace, request: LoadRequest, deadline_ns: int) -> Verb[list[Hit | Miss]]:
-    """Reads records into the caller's memory."""
-    chain = as_chain(request.keys)
-    layout = namespace.layout
-    parts = () if request.part is None else (request.part,)
-    sections = sections_of(layout, shards=choose_shards(layout, request.shards), parts=parts or (None,))
-    selection = select(
-        layout,
-        sections,
-        key_count=len(chain),
-        part=request.part,
-        layers=request.layers,
-        ranges=request.ranges,
-    )
-    rows = _incoming(namespace, sections, selection, request, key_count=len(chain))
-    yield from ensure_view(core, deadline_ns)
+def load(
+    core: ClientCore,
+    namespace: Namespace,
+    shape: ReadShape,
+    chain: KeyChain,
+    rows: list[list[IncomingRecord]],
+    *,
+    accept_pending: bool,
+    deadline_ns: int,
+) -> Verb[list[Hit | Miss]]:
+    """Reads records into the caller's memory.
+
+    Args:
+        rows: From `incoming_records`, for each key of `chain`.
+    """
+    if core.wants_view:
+        yield from ensure_view(core, deadline_ns)
     records = rows[0] if len(rows) == 1 else [record for row in rows for record in row]
     if core.placement is None:
         close_open(records, None)
         return load_results(rows, core.counters)
-    plan = plan_records(chain, layout=layout, sections=sections, target_of=core.placement)
     count = len(chain)
+    plan = plan_records(chain, layout=namespace.layout, sections=shape.sections, target_of=core.placement)
     jobs = [
         LoadJob(
             target=batch.target,
@@ -105,19 +90,20 @@ def load(core: ClientCore, namespace: Namespace, request: LoadRequest, deadline_
             namespace=namespace.digest,
             keys=batch.keys,
             records=records if len(batch.records) == len(records) else [records[at] for at in batch.records],
-            shared_spans=selection.shared[0],
-            spans=None
-            if not selection.single and len(set(selection.shared)) == 1
-            else [selection.spans(at // count, at % count) or () for at in batch.records],
-            accept_pending=request.accept_pending,
+            shared_spans=shape.shared_spans,
+            spans=shape.spans_of(batch.records, count),
+            accept_pending=accept_pending,
         )
         for batch in plan.batches
     ]
     started_ns = time.monotonic_ns()
     yield from attempt(core, jobs)
-    for job, batch in zip(jobs, plan.batches, strict=True):
-        close_open([records[at] for at in batch.records] if job.failure else (), job.failure)
-    _note_loads(core, jobs, plan, records, time.monotonic_ns() - started_ns)
+    elapsed_ns = time.monotonic_ns() - started_ns
+    for job in jobs:
+        if job.failure is not None:
+            close_open(job.records, job.failure)
+        elif job.received_bytes:
+            core.link(job.target).note_read(job.received_bytes, elapsed_ns)
     return load_results(rows, core.counters)
 
 
@@ -268,49 +254,6 @@ def _ask_all(
     return plan, jobs, gather_statuses(plan, answers)
 
 
-def _incoming(
-    namespace: Namespace, sections: Sequence[Section], selection: Selection, request: LoadRequest, *, key_count: int
-) -> list[list[IncomingRecord]]:
-    """Section by section the records of all items. Raises InvalidRequest for memory that does not fit."""
-    buffers = request.buffers
-    if len(buffers) != key_count:
-        raise InvalidRequest(f"{len(buffers)} buffers are given for {key_count} keys; pass one for each key")
-    layout = namespace.layout
-    wanted = request.content_ids
-    if wanted is not None and [len(one) for one in wanted] != [ID_BYTES * len(sections)] * key_count:
-        raise InvalidRequest(f"content_ids must be {ID_BYTES * len(sections)} bytes for each of {key_count} keys")
-    rows: list[list[IncomingRecord]] = [[] for _ in sections]
-    sizes = [layout.record_bytes(section.shard, part=section.part) for section in sections]
-    takes_any = not layout.is_exact and len(sections) == 1 and selection.is_whole
-    for index, buffer in enumerate(buffers):
-        region = region_of(buffer, index=index, writable=True)
-        base = 0
-        for at, size in enumerate(sizes):
-            spans = selection.spans(at, index)
-            content_id = NO_CONTENT_ID if wanted is None else wanted[index][at * ID_BYTES : (at + 1) * ID_BYTES]
-            rows[at].append(
-                IncomingRecord(
-                    region,
-                    base_bytes=base,
-                    room_bytes=region.length_bytes if takes_any else size,
-                    exact=layout.is_exact,
-                    spans=spans,
-                    content_id=content_id,
-                )
-            )
-            base += size if spans is None else span_bytes(spans)
-        if base != region.length_bytes and not takes_any:
-            raise _wrong_total(index, region, base)
-    return rows
-
-
-def _wrong_total(index: int, region: Region, needed: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"item {index} has {region.length_bytes} bytes in {len(region.views)} fragments, {needed} are needed; "
-        "pass memory of exactly that size"
-    )
-
-
 def _pins(core: ClientCore, jobs: Sequence[KeysJob[MatchReply]]) -> tuple[PinHold, ...]:
     """The pins of all answers; none when any of them was not granted is told by their number."""
     found = []
@@ -341,24 +284,3 @@ def _load_seconds(core: ClientCore, jobs: Sequence[KeysJob[MatchReply]], needed_
         network = sum(answer.hit_bytes for answer in job.answers) * share / rate if rate else 0.0
         slowest = max(slowest, drive, network)
     return slowest
-
-
-def _note_loads(
-    core: ClientCore, jobs: Sequence[LoadJob], plan: RecordPlan, records: Sequence[IncomingRecord], elapsed_ns: int
-) -> None:
-    """Counts mismatches, and measures the read rate of each target."""
-    mismatches = 0
-    recovered = 0
-    for job, batch in zip(jobs, plan.batches, strict=True):
-        arrived = 0
-        for at in batch.records:
-            record = records[at]
-            if record.mismatches:
-                mismatches += record.mismatches
-                recovered += record.status == HIT
-            if record.status == HIT:
-                arrived += record.wanted_bytes
-        if job.failure is None:
-            core.link(job.target).note_read(arrived, elapsed_ns)
-    core.counters.corrupt_blocks += mismatches
-    core.counters.corrupt_recovered += recovered

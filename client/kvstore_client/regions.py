@@ -74,6 +74,10 @@ def region_of(item: Item, *, index: int, writable: bool) -> Region:
     Raises:
         InvalidRequest: Not a buffer, read-only, or not C-contiguous; the message names the item.
     """
+    if type(item) is memoryview and item.format == "B" and item.ndim == 1 and item.contiguous:
+        if writable and item.readonly:
+            raise InvalidRequest(f"item {index} is read-only memory; pass memory that may be written")
+        return Region([item])
     if isinstance(item, list | tuple) and not _is_address(item):
         if len(item) > FRAGMENTS_PER_ITEM_MAX:
             raise InvalidRequest(f"item {index} has {len(item)} fragments; pass at most {FRAGMENTS_PER_ITEM_MAX}")
