@@ -199,7 +199,7 @@ def scrub(
     as_json: Json = False,
     timeout: Timeout = "10s",
 ) -> None:
-    """Verify every stored record now; `kvstore status` shows the progress."""
+    """Verify the records of all sealed segments now; `kvstore status` shows the progress."""
     from kvstore.settings import parse_size
 
     rate_bytes = _parsed(parse_size, rate, "--rate")

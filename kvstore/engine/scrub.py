@@ -66,6 +66,8 @@ class Scrubber:
 
     def next_timer_ns(self) -> int | None:
         """When `poll` has something to do."""
+        if self._in_a_hurry and (self._resume is not None or not self.running):
+            return self._now_ns
         if self._resume is not None or (not self.running and self.bytes_second):
             return self._due_ns
         return None

@@ -134,7 +134,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Scrub(self, request, context):
-        """Verify all records, faster than the background rate; returns at once.
+        """Verify the records of all sealed segments at another rate than in the background; returns at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

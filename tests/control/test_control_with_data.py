@@ -1,0 +1,213 @@
+"""The control plane over a node that holds chunks: hit rate, lookups, explanations, drop, and the space they take."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore.limits import MiB
+from kvstore.server.grpc_edge.client import ControlClient
+from kvstore.server.report import Question
+from kvstore.telemetry.registry import number
+from kvstore.testing.serve_process import Ready, ServeProcess
+from kvstore_client import KVClient, KVLayout, Namespace, Stored
+
+CHUNK_BYTES = 64 * 1024
+LAYOUT = KVLayout.opaque(chunk_bytes=CHUNK_BYTES, chunk_tokens=4)
+MINE = Namespace(tenant="acme", model="org/m", weights="sha256:1", layout=LAYOUT)
+
+
+@pytest.fixture
+def ready(tmp_path: Path) -> Iterator[Ready]:
+    with ServeProcess(tmp_path) as process:
+        yield process.wait_ready()
+
+
+@pytest.fixture
+def control(ready: Ready) -> Iterator[ControlClient]:
+    with ControlClient(ready.grpc) as found:
+        yield found
+
+
+@pytest.fixture
+def client(ready: Ready) -> Iterator[KVClient]:
+    with KVClient.connect(ready.grpc) as found:
+        yield found
+
+
+def tokens(run: int, chunks: int) -> list[int]:
+    """Token ids of `chunks` chunks that no other run shares."""
+    return [run * 1000 + token for token in range(4 * chunks)]
+
+
+def put(client: KVClient, namespace: Namespace, run: int, chunks: int) -> bytes:
+    """Store the chunks of a run durably; their digests."""
+    bound = client.namespace(namespace)
+    keys = bound.keys(tokens(run, chunks))
+    results = bound.put(keys, [bytes([run]) * CHUNK_BYTES for _ in keys], wait="durable")
+    assert all(isinstance(result, Stored) for result in results), results
+    return keys.digests
+
+
+def test_the_hit_rate_counts_keys_of_lookups_and_nothing_else(
+    ready: Ready, control: ControlClient, client: KVClient
+) -> None:
+    bound = client.namespace(MINE)
+    put(client, MINE, 1, 4)
+    put(client, MINE, 2, 2)
+    for run, times in ((1, 3), (2, 4), (3, 3)):
+        for _ in range(times):
+            with bound.match(bound.keys(tokens(run, 4))):
+                pass
+    control.lookup(MINE.digest, bound.keys(tokens(1, 4)).digests)  # a router's question does not count
+    keys = bound.keys(tokens(3, 2))
+    bound.get_into(keys, [bytearray(CHUNK_BYTES) for _ in keys])  # nor does a load, also when it fails
+    numbers = control.report().numbers
+    assert number(numbers, "dataplane", "lookup_hits") == 20
+    assert number(numbers, "dataplane", "lookup_keys") == 40
+    assert number(numbers, "dataplane", "lookups") == 10
+    assert number(numbers, "dataplane", "failed_records") == 2
+    with urllib.request.urlopen(f"http://{ready.metrics}/metrics", timeout=30) as response:
+        families = {family.name: family for family in text_string_to_metric_families(response.read().decode())}
+    assert families["kvstore_lookup_hits"].samples[0].value == 20
+    assert families["kvstore_lookup_keys"].samples[0].value == 40
+    control.lookup(MINE.digest, bound.keys(tokens(1, 4)).digests, count=True)
+    assert number(control.report().numbers, "dataplane", "lookup_hits") == 24
+
+
+def test_routers_ask_for_keys_over_grpc(control: ControlClient, client: KVClient) -> None:
+    stored = put(client, MINE, 1, 3)
+    found = control.lookup(MINE.digest, stored + client.namespace(MINE).keys(tokens(2, 1)).digests)
+    assert found.namespace_known
+    assert found.statuses == bytes([0, 0, 0, 1])
+    assert found.prefix == 3
+
+
+def test_namespaces_are_listed_page_by_page_within_their_tenant(control: ControlClient, client: KVClient) -> None:
+    mine = [replace(MINE, salt=bytes([salt])) for salt in range(60)]
+    for namespace in (*mine, replace(MINE, tenant="other")):
+        put(client, namespace, 1, 1)
+    found, after = [], b""
+    while True:
+        page = control.namespaces("acme", after=after, limit=25)
+        found += page.namespaces
+        after = page.next
+        if not after:
+            break
+    assert [item.digest for item in found] == sorted(namespace.digest for namespace in mine)
+    assert {item.model for item in found} == {"org/m"}
+    assert [item.tenant for item in control.namespaces("other").namespaces] == ["other"]
+    assert control.namespaces("nobody").namespaces == ()
+
+
+def test_explain_finds_the_field_that_differs(control: ControlClient, client: KVClient) -> None:
+    put(client, MINE, 1, 3)
+    other = replace(MINE, weights="sha256:2", salt=b"another")
+    answer = control.explain(Question(tenant="acme", manifest=other.manifest(), tokens=tuple(tokens(1, 3))))
+    assert not answer.namespace_known
+    (nearest,) = answer.namespaces
+    assert [item.field for item in nearest.differences] == ["weights", "salt"]
+    assert [key.status for key in nearest.keys] == ["hit"] * 3
+    assert control.explain(Question(tenant="other", manifest=b"", model="org/m")).namespaces == ()
+
+
+def test_explain_tells_stored_deleted_and_never_written(control: ControlClient, client: KVClient) -> None:
+    put(client, MINE, 1, 3)
+    bound = client.namespace(MINE)
+    bound.delete(bound.keys(tokens(1, 3))[1:2])
+    answer = control.explain(Question(tenant="acme", namespace=MINE.digest, tokens=tuple(tokens(1, 4))))
+    (known,) = answer.namespaces
+    assert [key.status for key in known.keys] == ["hit", "absent", "hit", "absent"]
+    assert "deleted" in known.keys[1].text
+    assert "never written" in known.keys[3].text
+    assert answer.summary.startswith("2 of 4 chunks are stored; the first miss is chunk 1: deleted")
+
+
+def test_explain_tells_what_was_evicted(control: ControlClient, client: KVClient) -> None:
+    first = put(client, MINE, 1, 8)
+    for run in range(2, 150):
+        put(client, MINE, run, 8)
+    answer = control.explain(Question(tenant="acme", namespace=MINE.digest, keys=first))
+    assert {key.status for key in answer.namespaces[0].keys} == {"evicted"}
+    assert "evicted" in answer.summary
+    numbers = control.report().numbers
+    assert number(numbers, "engine", "evicted_records") > 0
+    assert number(numbers, "engine", "eviction_age_ns") >= 0
+    assert number(numbers, "engine", "allocated_bytes") <= 64 * MiB
+
+
+def test_a_dropped_namespace_is_hidden_at_once_and_only_for_its_tenant(
+    control: ControlClient, client: KVClient
+) -> None:
+    stored = put(client, MINE, 1, 3)
+    assert not control.drop("other", MINE.digest), "another tenant must not learn that it exists"
+    assert control.lookup(MINE.digest, stored).prefix == 3
+    assert control.drop("acme", MINE.digest)
+    assert control.lookup(MINE.digest, stored).prefix == 0
+    answer = control.explain(Question(tenant="acme", namespace=MINE.digest, keys=stored))
+    assert "dropped before" in answer.summary
+    assert put(client, MINE, 1, 3) == stored
+    assert control.lookup(MINE.digest, stored).prefix == 3
+
+
+def test_a_drained_node_refuses_puts_and_serves_gets(control: ControlClient, client: KVClient) -> None:
+    put(client, MINE, 1, 2)
+    control.drain()
+    bound = client.namespace(MINE)
+    buffer = bytearray(CHUNK_BYTES)
+    (refused,) = bound.put(bound.keys(tokens(2, 1)), [buffer], wait="durable")
+    assert "DRAINING" in repr(refused)
+    keys = bound.keys(tokens(1, 2))
+    with bound.match(keys) as match:
+        assert match.chunks == 2
+    bound.get_into(keys[:1], [buffer])
+    assert buffer == bytes([1]) * CHUNK_BYTES
+    control.drain(resume=True)
+    put(client, MINE, 2, 1)
+
+
+def test_a_scrub_reads_what_lies_in_sealed_segments(control: ControlClient, client: KVClient) -> None:
+    put(client, MINE, 1, 60)
+    control.scrub()
+    for _ in range(1_000):
+        numbers = control.report().numbers
+        if number(numbers, "engine", "scrubbed_records") >= 40:
+            break
+    assert number(numbers, "engine", "scrubbed_records") >= 40
+    assert number(numbers, "engine", "scrub_errors") == 0
+
+
+def test_the_command_line_explains_and_checks_the_same(tmp_path: Path, client: KVClient, ready: Ready) -> None:
+    put(client, MINE, 1, 2)
+    ids = ",".join(map(str, tokens(1, 3)))
+    command = [sys.executable, "-m", "kvstore", "explain", "--node", ready.grpc, "--tenant", "acme"]
+    command += ["--tokens", ids, "--model", "org/m", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    answer = json.loads(done.stdout)
+    assert [key["status"] for key in answer["namespaces"][0]["keys"]] == ["hit", "hit", "absent"]
+    command = [sys.executable, "-m", "kvstore", "check", str(tmp_path / "data")]
+    busy = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert busy.returncode == 3, "a running node holds its drive"
+
+
+def test_everything_is_there_after_a_stop_and_check_is_clean(tmp_path: Path) -> None:
+    with ServeProcess(tmp_path) as process:
+        with KVClient.connect(process.wait_ready().grpc) as client:
+            stored = put(client, MINE, 1, 20)
+        process.terminate()
+        assert process.wait_exit() == 0, process.log
+    command = [sys.executable, "-m", "kvstore", "check", str(tmp_path / "data"), "--json"]
+    report = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+    assert report["clean"]
+    assert report["records"] == 20
+    with ServeProcess(tmp_path) as process, ControlClient(process.wait_ready().grpc) as control:
+        assert control.lookup(MINE.digest, stored).prefix == 20
+        assert number(control.report().numbers, "engine", "live_bytes") == report["live_bytes"]
