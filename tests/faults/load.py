@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 DEADLINE_S: Final = 2.0
 WRITER_TTL_S: Final = 5.0
-PAUSE_S: Final = 0.02  # after a call that a dead node could not answer: not to burn the processor it starts on
+PAUSE_S: Final = 0.05  # after a call that a dead node could not answer: not to burn the processor it starts on
+_DOWN: Final = ("UNAVAILABLE", "OUTCOME_UNKNOWN", "OVERLOADED")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,11 +159,14 @@ class _Worker:
         self._choice = random.Random(seed)
         self._grown: dict[int, int] = {}  # document -> chunks put so far
         self._deleted: list[list[int]] = []
+        self._is_down = False
 
     def step(self) -> None:
         """One call."""
         roll = self._choice.random()
-        if roll < 0.5:
+        if self._is_down:
+            self._get()  # nobody answers: no use in beginning more
+        elif roll < 0.5:
             self._put()
         elif roll < 0.6 and self._grown:
             self._delete()
@@ -270,10 +274,10 @@ class _Worker:
         return answer
 
     def _rest(self, results: Sequence[Stored | Exists | Refused | Hit | Miss]) -> None:
-        if results and all(
-            isinstance(one, Miss | Refused) and one.reason.name in ("UNAVAILABLE", "OUTCOME_UNKNOWN", "OVERLOADED")
-            for one in results
-        ):
+        self._is_down = bool(results) and all(
+            isinstance(one, Miss | Refused) and one.reason.name in _DOWN for one in results
+        )
+        if self._is_down:
             time.sleep(PAUSE_S)
 
 

@@ -29,6 +29,12 @@ class Check:
     status: int
     report: dict[str, object]
 
+    def number(self, name: str) -> int:
+        """A count of the report."""
+        value = self.report[name]
+        assert isinstance(value, int), f"{name} is {value!r}"
+        return value
+
 
 class HurtNode:
     """`kvstore serve` on loopback. Ports are any free ones at the first start and the same ever after."""

@@ -19,8 +19,8 @@ def main(address: str) -> None:
     client = KVClient.connect(address)
     shelf = Shelf(client, count=COUNT, chunk_bytes=CHUNK_BYTES)
     writer = shelf.store.writer(shelf.keys, lengths=[CHUNK_BYTES] * COUNT, ttl=TTL_S)
-    for at, payload in enumerate(shelf.payloads):
-        writer.write(at, payload[: CHUNK_BYTES // 2], offset=0)
+    for at in range(COUNT):
+        writer.write(at, shelf.payload(at)[: CHUNK_BYTES // 2], offset=0)
     print("written", flush=True)
     signal.pause()
 

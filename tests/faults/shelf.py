@@ -21,7 +21,6 @@ class Shelf:
     """Attributes:
     store: the client's namespace.
     keys: of all chunks, one chain.
-    payloads: their only right bytes.
     """
 
     def __init__(self, client: KVClient, *, count: int, chunk_bytes: int, name: str = "shelf") -> None:
@@ -30,13 +29,20 @@ class Shelf:
             Namespace(tenant="default", model=name, weights="sha256:" + "0" * 64, layout=layout)
         )
         self.keys = self.store.keys(list(range(count * CHUNK_TOKENS)))
-        self.payloads = [blake3(f"{name} {at}".encode()).digest(length=chunk_bytes) for at in range(count)]
+        self._name = name
+        self._chunk_bytes = chunk_bytes
+        self._count = count
+
+    def payload(self, at: int) -> bytes:
+        """The only right bytes of a chunk."""
+        return blake3(f"{self._name} {at}".encode()).digest(length=self._chunk_bytes)
 
     def put(
         self, start: int = 0, stop: int | None = None, *, deadline_s: float = DEADLINE_S
     ) -> list[Stored | Exists | Refused]:
         """Puts chunks, durable."""
-        return self.store.put(self.keys[start:stop], self.payloads[start:stop], deadline=deadline_s)
+        payloads = [self.payload(at) for at in self._range(start, stop)]
+        return self.store.put(self.keys[start:stop], payloads, deadline=deadline_s)
 
     def get(
         self,
@@ -47,13 +53,13 @@ class Shelf:
         soft_deadline_s: float | None = None,
     ) -> tuple[list[Hit | Miss], list[bytearray]]:
         """Reads chunks whole; asserts that every hit has the right bytes. The buffers are those handed to the store."""
-        keys, payloads = self.keys[start:stop], self.payloads[start:stop]
-        buffers = [bytearray(b"\xaa" * len(payload)) for payload in payloads]
-        results = self.store.get_into(keys, buffers, deadline=deadline_s, soft_deadline=soft_deadline_s)
-        for at, (result, buffer, payload) in enumerate(zip(results, buffers, payloads, strict=True), start):
-            assert isinstance(result, Miss) or (result.length_bytes == len(payload) and buffer == payload), (
-                f"chunk {at}: a hit with wrong bytes"
-            )
+        buffers = [bytearray(b"\xaa" * self._chunk_bytes) for _ in self._range(start, stop)]
+        results = self.store.get_into(
+            self.keys[start:stop], buffers, deadline=deadline_s, soft_deadline=soft_deadline_s
+        )
+        for at, (result, buffer) in enumerate(zip(results, buffers, strict=True), start):
+            right = isinstance(result, Miss) or (result.length_bytes, buffer) == (len(buffer), self.payload(at))
+            assert right, f"{self._name}, chunk {at}: a hit with wrong bytes"
         return results, buffers
 
     def get_range(self, at: int, offset: int, length_bytes: int) -> Hit | Miss:
@@ -62,10 +68,13 @@ class Shelf:
         result = self.store.get_into(
             self.keys[at : at + 1], [buffer], ranges=[(offset, length_bytes)], deadline=DEADLINE_S
         )[0]
-        assert isinstance(result, Miss) or buffer == self.payloads[at][offset : offset + length_bytes], (
+        assert isinstance(result, Miss) or buffer == self.payload(at)[offset : offset + length_bytes], (
             f"chunk {at}: a hit with wrong bytes at {offset}"
         )
         return result
+
+    def _range(self, start: int, stop: int | None) -> range:
+        return range(start, self._count if stop is None else stop)
 
     def hits(self, start: int = 0, stop: int | None = None) -> list[int]:
         """Which chunks are there."""

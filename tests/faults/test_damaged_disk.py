@@ -53,7 +53,7 @@ def test_a_flipped_payload_bit_costs_its_record_alone(shelf_node: HurtNode) -> N
     with KVClient.connect(shelf_node.address) as client:
         shelf = Shelf(client, count=COUNT, chunk_bytes=CHUNK_BYTES)
         file = data_file(shelf_node)
-        flip(file, place_of(file, shelf.payloads[5]) + 2 * BLOCK_BYTES + 17)
+        flip(file, place_of(file, shelf.payload(5)) + 2 * BLOCK_BYTES + 17)
         assert isinstance(shelf.get_range(5, 0, BLOCK_BYTES), Hit), "the damage lies elsewhere in the record"
         assert shelf.get_range(5, 2 * BLOCK_BYTES + 16, 2) == Miss(MissReason.CORRUPT)
         for _ in range(3):  # no livelock: a damaged record is found once, and is a miss from then on
@@ -68,7 +68,7 @@ def test_a_whole_read_of_a_flipped_bit_is_a_miss(shelf_node: HurtNode) -> None:
     with KVClient.connect(shelf_node.address) as client:
         shelf = Shelf(client, count=COUNT, chunk_bytes=CHUNK_BYTES)
         file = data_file(shelf_node)
-        flip(file, place_of(file, shelf.payloads[7]) + CHUNK_BYTES - 1)
+        flip(file, place_of(file, shelf.payload(7)) + CHUNK_BYTES - 1)
         results, _ = shelf.get()
         assert results[7] == Miss(MissReason.CORRUPT)
         assert sum(isinstance(result, Hit) for result in results) == COUNT - 1
@@ -85,7 +85,7 @@ def test_a_flipped_header_bit_gives_the_right_bytes_or_a_miss(shelf_node: HurtNo
     with KVClient.connect(shelf_node.address) as client:
         shelf = Shelf(client, count=COUNT, chunk_bytes=CHUNK_BYTES)
         file = data_file(shelf_node)
-        flip(file, place_of(file, shelf.payloads[9]) - PAGE_BYTES + offset)
+        flip(file, place_of(file, shelf.payload(9)) - PAGE_BYTES + offset)
         assert shelf.hits() in ([at for at in range(COUNT) if at != 9], list(range(COUNT)))
         assert shelf.get_range(9, 0, 100) in (Miss(MissReason.CORRUPT), Miss(MissReason.ABSENT)) or (
             shelf.hits(9, 10) == [9]
@@ -96,7 +96,7 @@ def test_a_flipped_header_bit_gives_the_right_bytes_or_a_miss(shelf_node: HurtNo
 def test_a_copy_whose_tail_never_got_to_the_disk(tmp_path: Path, shelf_node: HurtNode, zeroed_bytes: int) -> None:
     with KVClient.connect(shelf_node.address) as client:
         shelf = Shelf(client, count=COUNT, chunk_bytes=CHUNK_BYTES)
-        payload = shelf.payloads[-1]
+        payload = shelf.payload(COUNT - 1)
     shelf_node.kill()
     copied = tmp_path / "copy"
     copied.mkdir()

@@ -32,7 +32,7 @@ def test_acknowledged_chunks_survive(tmp_path: Path, seed: int) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(100, 102))
 def test_a_full_store_stays_right(tmp_path: Path, seed: int) -> None:
-    run(tmp_path, EpisodePlan(seed=seed, rounds=ROUNDS, capacity="64MiB", evicts=True, put_bytes_max=16 << 20))
+    run(tmp_path, EpisodePlan(seed=seed, rounds=ROUNDS, is_full=True))
 
 
 @pytest.mark.nightly
@@ -44,4 +44,4 @@ def test_acknowledged_chunks_survive_all_night(tmp_path: Path, seed: int) -> Non
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(300, 308))
 def test_a_full_store_stays_right_all_night(tmp_path: Path, seed: int) -> None:
-    run(tmp_path, EpisodePlan(seed=seed, rounds=ROUNDS, capacity="64MiB", evicts=True, put_bytes_max=16 << 20))
+    run(tmp_path, EpisodePlan(seed=seed, rounds=ROUNDS, is_full=True))
