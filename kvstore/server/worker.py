@@ -30,7 +30,7 @@ from kvstore.telemetry.logs import LogFormat, LogLevel, configure
 from kvstore.telemetry.metrics import DataplaneMetrics
 from kvstore.transport.tcp import address_of, listen_tcp
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvstore.server.worker")  # __name__ is __main__ here
 
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 _BOOT_ID_BYTES: Final = 16
