@@ -27,10 +27,17 @@ Done = Callable[[OSError | None], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogPlace:
-    """Where the log goes on: found by recovery, or the start of a new drive."""
+    """Where the log goes on: found by recovery, or the start of a new drive.
+
+    Attributes:
+        generation: of the half in use.
+        highest_generation: of any block in either half. A checkpoint that a power cut interrupted leaves blocks of a
+            generation that must not be used again, or they would be taken for blocks of the next one.
+    """
 
     half: int
     generation: int
+    highest_generation: int
     checkpoint_blocks: int
     next_block: int
 
@@ -214,7 +221,7 @@ class Log:
             if error is not None:
                 return error
             self._switch_synced = True
-        half, generation = 1 - self._place.half, self._place.generation + 1
+        half, generation = 1 - self._place.half, self._place.highest_generation + 1
         image, count = self._image(generation)
         if count >= self._blocks:
             return OSError(errno.ENOSPC, f"live state takes {count} log blocks, a half has {self._blocks}")
@@ -231,7 +238,13 @@ class Log:
         self._metrics.log_bytes += count * PAGE_BYTES
         self.checkpoints += 1
         self._switch_synced = False
-        self._place = LogPlace(half=half, generation=generation, checkpoint_blocks=count, next_block=count)
+        self._place = LogPlace(
+            half=half,
+            generation=generation,
+            highest_generation=generation,
+            checkpoint_blocks=count,
+            next_block=count,
+        )
         return None
 
     def _image(self, generation: int) -> tuple[memoryview, int]:

@@ -87,6 +87,10 @@ class Append:
             self.piece.release()
             self.piece = None
 
+    def wanted(self) -> bool:
+        """Whether it should still become valid, asked right before its commit is logged."""
+        return True
+
     def entry(self, tick: int) -> bytes:
         """The record as commit records and index blocks list it."""
         raise NotImplementedError

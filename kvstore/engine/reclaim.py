@@ -49,6 +49,10 @@ class Move(Append):
         self._metrics = metrics
         self._on_end = on_end
 
+    def wanted(self) -> bool:
+        # If the original was deleted before the copy got its place, the tombstone does not reach the copy.
+        return bool(self._ledger.catalog.valid(entry_keys(self._entry), np.array([self._old], dtype=np.uint64))[0])
+
     def entry(self, tick: int) -> bytes:
         # It keeps the warmth it has, which is not the one in its old entry.
         entry, keys = self._entry, entry_keys(self._entry)

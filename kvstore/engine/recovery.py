@@ -69,8 +69,12 @@ def scan_log(io: BlockingIo, superblock: Superblock) -> LogScan:
         for half, blocks in enumerate(halves)
         if any(header.number >= header.checkpoint_blocks for _, header in blocks)
     ]
+    highest = max((header.generation for blocks in halves for _, header in blocks), default=0)
     if not complete:
-        return LogScan(place=LogPlace(half=0, generation=1, checkpoint_blocks=0, next_block=0))
+        place = LogPlace(
+            half=0, generation=highest + 1, highest_generation=highest + 1, checkpoint_blocks=0, next_block=0
+        )
+        return LogScan(place=place)
     generation, half = max(complete)
     blocks = halves[half]
     last = max(header.number for _, header in blocks)
@@ -78,6 +82,7 @@ def scan_log(io: BlockingIo, superblock: Superblock) -> LogScan:
         place=LogPlace(
             half=half,
             generation=generation,
+            highest_generation=highest,
             checkpoint_blocks=blocks[0][1].checkpoint_blocks,
             next_block=last + 1,
         ),

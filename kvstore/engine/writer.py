@@ -458,6 +458,10 @@ class Writer:
         if target.failed and not target.entry_count:
             self._write_failed(item, target, OSError(errno.EIO, "the segment's header page was not written"))
             return
+        if not item.wanted():
+            item.failed(Refused(RefusedReason.OUTCOME_UNKNOWN, "the record ended while it was moved"))
+            self.left(target)
+            return
         entry = item.entry(self.ledger.tick)
         record = encode_commit(target.segment, target.generation, entry)
         self.ledger.log.append(record, partial(self._logged, item, target, entry), sync=item.power)

@@ -14,6 +14,7 @@ import pytest
 from kvstore.device.memory import MemoryDevice
 from kvstore.engine.api import Durability, NamespaceRef, PutSpec, PutTicket
 from kvstore.engine.location import U64
+from kvstore.engine.job import start
 from kvstore.engine.namespaces import index_key, index_keys
 from kvstore.limits import KiB, MiB
 from kvstore.testing.faulty_device import FaultyDevice, Survival
@@ -91,12 +92,34 @@ class Load:
         if key in self.model.busy:
             return
         kind = self.rng.random()
-        if kind < 0.15:
+        if kind < 0.02:
+            self.rig.store.log.checkpoint()
+        elif kind < 0.04:
+            self.roll()
+        elif kind < 0.06:
+            self.evict()
+        elif kind < 0.2:
             self.delete(key)
-        elif kind < 0.3:
+        elif kind < 0.35:
             self.stream(key)
         else:
             self.put(key)
+
+    def roll(self) -> None:
+        """Go on in another segment, as if this one were full."""
+        if self.rig.store.allocator.free_count() > 1:
+            self.rig.store.writer.open_segment()
+
+    def evict(self) -> None:
+        """Evict a segment, as if room were short; what was touched lately is written again."""
+        reclaimer = self.rig.store.reclaimer
+        victim = reclaimer.choose()
+        if victim is None or reclaimer.running:
+            return
+        self.rig.ledger.tick += 1
+        touched = b"".join(self.rng.sample(keys(), KEYS // 2))
+        self.rig.catalog.touch_keys(index_keys(self.ref, touched), self.rig.ledger.tick)
+        start(reclaimer.evict(victim))
 
     def put(self, key: bytes) -> None:
         payload = self.rng.randbytes(self.rng.choice((0, 1, 4096, 20_000, 60_000)))
@@ -195,6 +218,22 @@ class CrashRig(StoreRig):
         self.listeners = waiting
 
 
+def calm(rig: CrashRig, load: Load, rng: random.Random) -> None:
+    """Some load that comes to rest and is synced: from then on only one value of each key is possible."""
+    for _ in range(rng.choice((20, 80))):
+        load.step()
+        rig.poll()
+    rig.settle()
+    synced: list[object] = []
+    rig.store._syncer.sync(synced.append)
+    rig.settle(lambda: bool(synced))
+    rig.poll()
+    for key in keys():
+        found = rig.get(load.ref, key)
+        load.model.observe(key, found)
+        load.model.possible[key] = {ABSENT if found is None else found}
+
+
 def keys() -> list[bytes]:
     return _KEYS
 
@@ -217,9 +256,11 @@ def crash_run(seed: int, survival: Survival, *, crashes: int) -> int:
     ref = rig.namespace()
     rig.settle()
     model = Model(power_cut=power_cut)
-    seen = evictions = 0
+    seen = evictions = moves = 0
     for _ in range(crashes):
         load = Load(rig, ref, model, rng)
+        if rng.random() < 0.4:
+            calm(rig, load, rng)
         device.hold()
         for _ in range(rng.choice((3, 10, 40, 120))):
             if rng.random() < 0.6:
@@ -227,6 +268,7 @@ def crash_run(seed: int, survival: Survival, *, crashes: int) -> int:
             device.release(rng.choice((1, 1, 1, 2, 5)))
             rig.poll()
         evictions += rig.metrics.evicted_segments
+        moves += rig.memory.moved_count
         device = device.crash(survival)
         model.crashed()
         rig = CrashRig(device, arena_bytes=2 * MiB, now_ns=rig.now_ns)
@@ -240,7 +282,8 @@ def crash_run(seed: int, survival: Survival, *, crashes: int) -> int:
         rig.check_accounts()
         if not power_cut:
             assert rig.recount_bytes() == rig.ledger.live_bytes
-    assert evictions or power_cut
+    assert evictions
+    assert moves
     return seen
 
 
