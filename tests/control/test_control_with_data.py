@@ -25,10 +25,23 @@ LAYOUT = KVLayout.opaque(chunk_bytes=CHUNK_BYTES, chunk_tokens=4)
 MINE = Namespace(tenant="acme", model="org/m", weights="sha256:1", layout=LAYOUT)
 
 
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """One node for all tests here; each has a tenant of its own."""
+    with ServeProcess(tmp_path_factory.mktemp("node")) as process:
+        process.wait_ready()
+        yield process
+
+
 @pytest.fixture
-def ready(tmp_path: Path) -> Iterator[Ready]:
-    with ServeProcess(tmp_path) as process:
-        yield process.wait_ready()
+def ready(node: ServeProcess) -> Ready:
+    return node.wait_ready()
+
+
+@pytest.fixture
+def mine(request: pytest.FixtureRequest) -> Namespace:
+    """The namespace of this test."""
+    return replace(MINE, tenant=request.node.name)
 
 
 @pytest.fixture
@@ -58,16 +71,16 @@ def put(client: KVClient, namespace: Namespace, run: int, chunks: int) -> bytes:
 
 
 def test_the_hit_rate_counts_keys_of_lookups_and_nothing_else(
-    ready: Ready, control: ControlClient, client: KVClient
+    mine: Namespace, ready: Ready, control: ControlClient, client: KVClient
 ) -> None:
-    bound = client.namespace(MINE)
-    put(client, MINE, 1, 4)
-    put(client, MINE, 2, 2)
+    bound = client.namespace(mine)
+    put(client, mine, 1, 4)
+    put(client, mine, 2, 2)
     for run, times in ((1, 3), (2, 4), (3, 3)):
         for _ in range(times):
             with bound.match(bound.keys(tokens(run, 4))):
                 pass
-    control.lookup(MINE.digest, bound.keys(tokens(1, 4)).digests)  # a router's question does not count
+    control.lookup(mine.digest, bound.keys(tokens(1, 4)).digests)  # a router's question does not count
     keys = bound.keys(tokens(3, 2))
     bound.get_into(keys, [bytearray(CHUNK_BYTES) for _ in keys])  # nor does a load, also when it fails
     numbers = control.report().numbers
@@ -79,51 +92,55 @@ def test_the_hit_rate_counts_keys_of_lookups_and_nothing_else(
         families = {family.name: family for family in text_string_to_metric_families(response.read().decode())}
     assert families["kvstore_lookup_hits"].samples[0].value == 20
     assert families["kvstore_lookup_keys"].samples[0].value == 40
-    control.lookup(MINE.digest, bound.keys(tokens(1, 4)).digests, count=True)
+    control.lookup(mine.digest, bound.keys(tokens(1, 4)).digests, count=True)
     assert number(control.report().numbers, "dataplane", "lookup_hits") == 24
 
 
-def test_routers_ask_for_keys_over_grpc(control: ControlClient, client: KVClient) -> None:
-    stored = put(client, MINE, 1, 3)
-    found = control.lookup(MINE.digest, stored + client.namespace(MINE).keys(tokens(2, 1)).digests)
+def test_routers_ask_for_keys_over_grpc(mine: Namespace, control: ControlClient, client: KVClient) -> None:
+    stored = put(client, mine, 1, 3)
+    found = control.lookup(mine.digest, stored + client.namespace(mine).keys(tokens(2, 1)).digests)
     assert found.namespace_known
     assert found.statuses == bytes([0, 0, 0, 1])
     assert found.prefix == 3
 
 
-def test_namespaces_are_listed_page_by_page_within_their_tenant(control: ControlClient, client: KVClient) -> None:
-    mine = [replace(MINE, salt=bytes([salt])) for salt in range(60)]
-    for namespace in (*mine, replace(MINE, tenant="other")):
+def test_namespaces_are_listed_page_by_page_within_their_tenant(
+    mine: Namespace, control: ControlClient, client: KVClient
+) -> None:
+    salted = [replace(mine, salt=bytes([salt])) for salt in range(60)]
+    for namespace in (*salted, replace(mine, tenant="other")):
         put(client, namespace, 1, 1)
     found, after = [], b""
     while True:
-        page = control.namespaces("acme", after=after, limit=25)
+        page = control.namespaces(mine.tenant, after=after, limit=25)
         found += page.namespaces
         after = page.next
         if not after:
             break
-    assert [item.digest for item in found] == sorted(namespace.digest for namespace in mine)
+    assert [item.digest for item in found] == sorted(namespace.digest for namespace in salted)
     assert {item.model for item in found} == {"org/m"}
     assert [item.tenant for item in control.namespaces("other").namespaces] == ["other"]
     assert control.namespaces("nobody").namespaces == ()
 
 
-def test_explain_finds_the_field_that_differs(control: ControlClient, client: KVClient) -> None:
-    put(client, MINE, 1, 3)
-    other = replace(MINE, weights="sha256:2", salt=b"another")
-    answer = control.explain(Question(tenant="acme", manifest=other.manifest(), tokens=tuple(tokens(1, 3))))
+def test_explain_finds_the_field_that_differs(mine: Namespace, control: ControlClient, client: KVClient) -> None:
+    put(client, mine, 1, 3)
+    other = replace(mine, weights="sha256:2", salt=b"another")
+    answer = control.explain(Question(tenant=mine.tenant, manifest=other.manifest(), tokens=tuple(tokens(1, 3))))
     assert not answer.namespace_known
     (nearest,) = answer.namespaces
     assert [item.field for item in nearest.differences] == ["weights", "salt"]
     assert [key.status for key in nearest.keys] == ["hit"] * 3
-    assert control.explain(Question(tenant="other", manifest=b"", model="org/m")).namespaces == ()
+    assert control.explain(Question(tenant="somebody else", model="org/m")).namespaces == ()
 
 
-def test_explain_tells_stored_deleted_and_never_written(control: ControlClient, client: KVClient) -> None:
-    put(client, MINE, 1, 3)
-    bound = client.namespace(MINE)
+def test_explain_tells_stored_deleted_and_never_written(
+    mine: Namespace, control: ControlClient, client: KVClient
+) -> None:
+    put(client, mine, 1, 3)
+    bound = client.namespace(mine)
     bound.delete(bound.keys(tokens(1, 3))[1:2])
-    answer = control.explain(Question(tenant="acme", namespace=MINE.digest, tokens=tuple(tokens(1, 4))))
+    answer = control.explain(Question(tenant=mine.tenant, namespace=mine.digest, tokens=tuple(tokens(1, 4))))
     (known,) = answer.namespaces
     assert [key.status for key in known.keys] == ["hit", "absent", "hit", "absent"]
     assert "deleted" in known.keys[1].text
@@ -131,11 +148,11 @@ def test_explain_tells_stored_deleted_and_never_written(control: ControlClient, 
     assert answer.summary.startswith("2 of 4 chunks are stored; the first miss is chunk 1: deleted")
 
 
-def test_explain_tells_what_was_evicted(control: ControlClient, client: KVClient) -> None:
-    first = put(client, MINE, 1, 8)
+def test_explain_tells_what_was_evicted(mine: Namespace, control: ControlClient, client: KVClient) -> None:
+    first = put(client, mine, 1, 8)
     for run in range(2, 150):
-        put(client, MINE, run, 8)
-    answer = control.explain(Question(tenant="acme", namespace=MINE.digest, keys=first))
+        put(client, mine, run, 8)
+    answer = control.explain(Question(tenant=mine.tenant, namespace=mine.digest, keys=first))
     assert {key.status for key in answer.namespaces[0].keys} == {"evicted"}
     assert "evicted" in answer.summary
     numbers = control.report().numbers
@@ -145,23 +162,23 @@ def test_explain_tells_what_was_evicted(control: ControlClient, client: KVClient
 
 
 def test_a_dropped_namespace_is_hidden_at_once_and_only_for_its_tenant(
-    control: ControlClient, client: KVClient
+    mine: Namespace, control: ControlClient, client: KVClient
 ) -> None:
-    stored = put(client, MINE, 1, 3)
-    assert not control.drop("other", MINE.digest), "another tenant must not learn that it exists"
-    assert control.lookup(MINE.digest, stored).prefix == 3
-    assert control.drop("acme", MINE.digest)
-    assert control.lookup(MINE.digest, stored).prefix == 0
-    answer = control.explain(Question(tenant="acme", namespace=MINE.digest, keys=stored))
+    stored = put(client, mine, 1, 3)
+    assert not control.drop("other", mine.digest), "another tenant must not learn that it exists"
+    assert control.lookup(mine.digest, stored).prefix == 3
+    assert control.drop(mine.tenant, mine.digest)
+    assert control.lookup(mine.digest, stored).prefix == 0
+    answer = control.explain(Question(tenant=mine.tenant, namespace=mine.digest, keys=stored))
     assert "dropped before" in answer.summary
-    assert put(client, MINE, 1, 3) == stored
-    assert control.lookup(MINE.digest, stored).prefix == 3
+    assert put(client, mine, 1, 3) == stored
+    assert control.lookup(mine.digest, stored).prefix == 3
 
 
-def test_a_drained_node_refuses_puts_and_serves_gets(control: ControlClient, client: KVClient) -> None:
-    put(client, MINE, 1, 2)
+def test_a_drained_node_refuses_puts_and_serves_gets(mine: Namespace, control: ControlClient, client: KVClient) -> None:
+    put(client, mine, 1, 2)
     control.drain()
-    bound = client.namespace(MINE)
+    bound = client.namespace(mine)
     buffer = bytearray(CHUNK_BYTES)
     (refused,) = bound.put(bound.keys(tokens(2, 1)), [buffer], wait="durable")
     assert "DRAINING" in repr(refused)
@@ -171,11 +188,11 @@ def test_a_drained_node_refuses_puts_and_serves_gets(control: ControlClient, cli
     bound.get_into(keys[:1], [buffer])
     assert buffer == bytes([1]) * CHUNK_BYTES
     control.drain(resume=True)
-    put(client, MINE, 2, 1)
+    put(client, mine, 2, 1)
 
 
-def test_a_scrub_reads_what_lies_in_sealed_segments(control: ControlClient, client: KVClient) -> None:
-    put(client, MINE, 1, 60)
+def test_a_scrub_reads_what_lies_in_sealed_segments(mine: Namespace, control: ControlClient, client: KVClient) -> None:
+    put(client, mine, 1, 60)
     control.scrub()
     for _ in range(1_000):
         numbers = control.report().numbers
@@ -185,15 +202,17 @@ def test_a_scrub_reads_what_lies_in_sealed_segments(control: ControlClient, clie
     assert number(numbers, "engine", "scrub_errors") == 0
 
 
-def test_the_command_line_explains_and_checks_the_same(tmp_path: Path, client: KVClient, ready: Ready) -> None:
-    put(client, MINE, 1, 2)
+def test_the_command_line_explains_and_checks_the_same(
+    mine: Namespace, node: ServeProcess, client: KVClient, ready: Ready
+) -> None:
+    put(client, mine, 1, 2)
     ids = ",".join(map(str, tokens(1, 3)))
-    command = [sys.executable, "-m", "kvstore", "explain", "--node", ready.grpc, "--tenant", "acme"]
+    command = [sys.executable, "-m", "kvstore", "explain", "--node", ready.grpc, "--tenant", mine.tenant]
     command += ["--tokens", ids, "--model", "org/m", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     answer = json.loads(done.stdout)
     assert [key["status"] for key in answer["namespaces"][0]["keys"]] == ["hit", "hit", "absent"]
-    command = [sys.executable, "-m", "kvstore", "check", str(tmp_path / "data")]
+    command = [sys.executable, "-m", "kvstore", "check", str(node.log_path.parent / "data")]
     busy = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert busy.returncode == 3, "a running node holds its drive"
 
