@@ -6,7 +6,7 @@ import select
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.errors import Closed, DeadlineExceeded, KVStoreError, Overloaded
 from kvstore.limits import CALLS_WAITING_MAX
@@ -27,7 +27,8 @@ class BlockingDriver:
 
     def __init__(self, core: ClientCore) -> None:
         self._core = core
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._waiting = 0
         self._closed = False
 
@@ -68,9 +69,7 @@ class BlockingDriver:
 
     def _round(self, jobs: Round) -> None:
         if len(jobs) == 1:
-            held = self._take(jobs[0])
-            if held is not None:
-                self._run_alone(held)
+            self._run_alone(jobs[0])
             return
         running = []
         for job in sorted(jobs, key=lambda job: job.target):
@@ -81,12 +80,14 @@ class BlockingDriver:
 
     def _take(self, job: Job) -> _Held | None:
         """A connection for `job`; None, with `job.failure` set, when there is none."""
+        now_ns = time.monotonic_ns()
         try:
-            with self._changed:
+            with self._lock:
                 link = self._core.link(job.target)
-                if not link.breaker.allows(time.monotonic_ns()):
-                    raise broken_circuit(link, time.monotonic_ns())
-                return _Held(job=job, link=link, connection=self._wait_for_connection(link, job))
+                if not link.breaker.allows(now_ns):
+                    raise broken_circuit(link, now_ns)
+                connection = None if self._closed else link.take(job.flow, now_ns)
+                return _Held(job, link, connection or self._wait_for_connection(link, job))
         except KVStoreError as error:
             job.failure = error
             job.is_stale = False
@@ -113,17 +114,20 @@ class BlockingDriver:
                 self._waiting -= 1
 
     def _give_back(self, held: _Held) -> None:
-        with self._changed:
+        with self._lock:
             settle(self._core, held.link, held.job, held.connection, time.monotonic_ns())
             if self._closed:
                 held.connection.close()
             if self._waiting:
                 self._changed.notify()
 
-    def _run_alone(self, held: _Held) -> None:
+    def _run_alone(self, job: Job) -> None:
+        held = self._take(job)
+        if held is None:
+            return
         connection = held.connection
         connection.blocking = True
-        steps = perform(held.link, held.job, connection)
+        steps = perform(held.link, job, connection)
         try:
             want = next(steps)
             poller = select.poll()
@@ -184,9 +188,8 @@ class BlockingDriver:
         waiting[fileno] = (held, steps)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """A job and the connection it runs on."""
+class _Held(NamedTuple):
+    """A job and the connection it runs on. A tuple, not a dataclass: one is made for each call."""
 
     job: Job
     link: TargetLink

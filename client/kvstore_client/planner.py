@@ -112,12 +112,11 @@ def plan_records(
     All records of a chunk lie where its run's head places them. A plain target id stands for "the only target" and
     saves looking at each key.
     """
-    blobs = [_section_keys(chain, section, layout) for section in sections]
-    everything = b"".join(blobs) if len(blobs) != 1 else blobs[0]
+    everything = all_record_keys(chain, sections, layout)
     count = len(chain)
     if isinstance(target_of, str):
         only = TargetBatch(target=target_of, keys=everything, records=range(count * len(sections)))
-        return RecordPlan(key_count=count, sections=tuple(sections), batches=(only,) if count else ())
+        return RecordPlan(key_count=count, sections=tuple(sections), batches=(only,) if everything else ())
     owners = _owners(chain, target_of)
     grouped: dict[TargetId, list[int]] = {}
     for record in range(count * len(sections)):
@@ -131,6 +130,13 @@ def plan_records(
         for target, records in grouped.items()
     )
     return RecordPlan(key_count=count, sections=tuple(sections), batches=batches)
+
+
+def all_record_keys(chain: KeyChain, sections: Sequence[Section], layout: KVLayout) -> bytes:
+    """The record keys of every section, one section after the other, 32 bytes each."""
+    if len(sections) == 1:
+        return _section_keys(chain, sections[0], layout)
+    return b"".join([_section_keys(chain, section, layout) for section in sections])
 
 
 def split_records(batch: TargetBatch, *, items_max: int) -> Iterator[TargetBatch]:

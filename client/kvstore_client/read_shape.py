@@ -40,7 +40,7 @@ class ReadShape:
 
     def spans_of(self, records: Sequence[int], key_count: int) -> list[Spans] | None:
         """The spans of each record of a plan; None where `shared_spans` holds for all."""
-        if self.is_plain or (not self.selection.single and len(set(self.selection.shared)) == 1):
+        if not self.selection.single and len(set(self.selection.shared)) == 1:
             return None
         sizes, selection = self.sizes, self.selection
         return [selection.spans(at // key_count, at % key_count) or ((0, sizes[at // key_count]),) for at in records]

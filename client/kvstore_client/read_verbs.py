@@ -22,6 +22,7 @@ from kvstore_client.planner import (
     RecordPlan,
     Section,
     TargetId,
+    all_record_keys,
     as_chain,
     boundary_chunks,
     choose_shards,
@@ -80,21 +81,26 @@ def load(
     if core.placement is None:
         close_open(records, None)
         return load_results(rows, core.counters)
-    count = len(chain)
-    plan = plan_records(chain, layout=namespace.layout, sections=shape.sections, target_of=core.placement)
+    batches: Sequence[tuple[TargetId, bytes, Sequence[int]]]
+    if isinstance(core.placement, str):
+        batches = [(core.placement, all_record_keys(chain, shape.sections, namespace.layout), range(len(records)))]
+    else:
+        plan = plan_records(chain, layout=namespace.layout, sections=shape.sections, target_of=core.placement)
+        batches = [(batch.target, batch.keys, batch.records) for batch in plan.batches]
     jobs = [
         LoadJob(
-            target=batch.target,
+            target=target,
             flow=core.options.flow,
             deadline_ns=deadline_ns,
             namespace=namespace.digest,
-            keys=batch.keys,
-            records=records if len(batch.records) == len(records) else [records[at] for at in batch.records],
+            keys=keys,
+            records=records if len(numbers) == len(records) else [records[at] for at in numbers],
             shared_spans=shape.shared_spans,
-            spans=shape.spans_of(batch.records, count),
+            spans=None if shape.is_plain else shape.spans_of(numbers, len(chain)),
             accept_pending=accept_pending,
         )
-        for batch in plan.batches
+        for target, keys, numbers in batches
+        if keys
     ]
     started_ns = time.monotonic_ns()
     yield from attempt(core, jobs)

@@ -96,6 +96,8 @@ class CircuitBreaker:
 
     def succeeded(self) -> None:
         """The target answered."""
+        if not self._failures:
+            return
         self.state = BreakerState.CLOSED
         self._failures = 0
         self._open_ns = BREAKER_OPEN_NS_MIN

@@ -92,7 +92,9 @@ def perform(link: TargetLink, job: Job, connection: Connection) -> Steps:
 def settle(core: ClientCore, link: TargetLink, job: Job, connection: Connection, now_ns: int) -> None:
     """Draws the conclusions from a job that has run. The caller holds the lock that guards links."""
     failure = job.failure
-    if isinstance(failure, Unavailable) and not connection.is_idle:
+    if failure is None:
+        link.breaker.succeeded()
+    elif isinstance(failure, Unavailable) and not connection.is_idle:
         core.counters.connections_broken += 1
         link.drop_idle()
         job.is_stale = not connection.is_fresh and not connection.has_heard

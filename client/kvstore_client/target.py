@@ -112,6 +112,8 @@ class TargetLink:
         connection.idle_since_ns = now_ns
         connection.is_fresh = False
         self._idle.append(connection)
+        if len(self._idle) <= self._options.connections_per_target:
+            return
         same = [kept for kept in self._idle if kept.flow is connection.flow]
         if len(same) > self._options.connections_per_target:
             self._idle.remove(same[0])
