@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.cluster.store import ClusterStore
+from kvstore.errors import Unavailable
 from kvstore.limits import SECOND_NS
 from kvstore.server.addresses import bound_port, join_address, listen
 from kvstore.server.control import Control
@@ -22,7 +23,14 @@ from kvstore.server.fleet import Fleet
 from kvstore.server.grpc_edge.service import GrpcServer
 from kvstore.server.http_edge import HttpEdge
 from kvstore.server.launch import WorkerLaunch
-from kvstore.server.places import ReadyAddresses, clear_ready_file, open_store, prepare_data_dirs, write_ready_file
+from kvstore.server.places import (
+    ReadyAddresses,
+    clear_ready_file,
+    open_store,
+    prepare_data_dirs,
+    remove_ready_file,
+    write_ready_file,
+)
 from kvstore.server.wire_edge import WireEdge
 from kvstore.server.worker_handle import WorkerHandle
 from kvstore.settings import NodeSettings, is_wildcard
@@ -145,9 +153,7 @@ class Node:
 
     def _announce(self) -> None:
         """The drives are ours now: keep who we are, and tell the world."""
-        if self._store:
-            self._store.put(_NODE_ID_KEY, self._node_id)
-            self._store.put(_BOOTS_KEY, str(self._boots))
+        self._keep_identity()
         data = [address for worker in self._workers if worker.readiness for address in worker.readiness.data]
         log.info(
             "node %s serves: gRPC %s, data %s, metrics http://%s",
@@ -161,6 +167,15 @@ class Node:
                 grpc=self._fleet.grpc_address, data=data, metrics=self._fleet.metrics_address, pid=os.getpid()
             )
             write_ready_file(self._ready_path, addresses)
+
+    def _keep_identity(self) -> None:
+        """A full file system must not keep a node from serving what it has."""
+        if self._store:
+            try:
+                self._store.put(_NODE_ID_KEY, self._node_id)
+                self._store.put(_BOOTS_KEY, str(self._boots))
+            except Unavailable as error:
+                log.warning("%s; after a restart clients may take an old view for the new one, until it changes", error)
 
     async def _follow_health(self) -> None:
         """Carry each change to health checks."""
@@ -185,7 +200,7 @@ class Node:
         self._http_edge.stop()
         await self._grpc.stop(within_ns=_GRPC_STOP_NS)
         if self._ready_path:
-            self._ready_path.unlink(missing_ok=True)
+            remove_ready_file(self._ready_path)
         if self._store:
             self._store.close()
         log.info("node %s has stopped", self._node_id)

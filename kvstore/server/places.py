@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.cluster.store import FileStore, replace_file
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.settings import format_size
 
 log = logging.getLogger(__name__)
@@ -63,8 +63,19 @@ def clear_ready_file(path: Path) -> None:
 
 
 def write_ready_file(path: Path, addresses: ReadyAddresses) -> None:
-    """Write it so that a reader sees nothing or all of it."""
-    replace_file(path, json.dumps(asdict(addresses)).encode() + b"\n")
+    """Write it so that a reader sees nothing or all of it. Raises Unavailable when it cannot be written."""
+    try:
+        replace_file(path, json.dumps(asdict(addresses)).encode() + b"\n")
+    except OSError as error:
+        raise Unavailable(f"ready_file {path} cannot be written: {error.strerror}; pass another path") from None
+
+
+def remove_ready_file(path: Path) -> None:
+    """Nobody is ready any more. A file that cannot be removed is logged, and names a pid that is gone."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("ready_file %s cannot be removed: %s", path, error.strerror)
 
 
 def _is_block_device(path: Path) -> bool:

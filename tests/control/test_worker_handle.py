@@ -155,12 +155,18 @@ def test_a_worker_that_ignores_its_end_is_killed() -> None:
     serve("deaf", work)
 
 
-def test_a_worker_can_be_stopped_while_it_recovers() -> None:
+def test_recovery_is_visible_and_a_worker_can_be_stopped_in_it() -> None:
     async def play() -> None:
-        handle = worker("never_ready")
+        fleet = Fleet(node_id="n", start_epoch=7, metrics=SupervisorMetrics())
+        handle = worker("never_ready", fleet.changed)
+        fleet.adopt([handle])
         life = asyncio.create_task(handle.run())
         while handle.report().pid == 0:
             await asyncio.sleep(0.01)
+        assert fleet.state is NodeState.RECOVERING
+        assert not fleet.serving
+        report = await fleet.report()
+        assert [(one.state, one.detail) for one in report.workers] == [(WorkerState.RECOVERING, "reads its drives")]
         with pytest.raises(errors.Unavailable, match="recovering"):
             _ = handle.channel
         await handle.stop(within_ns=SECOND_NS)
