@@ -5,7 +5,8 @@ The models have random weights and the shapes that matter: grouped heads, compre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -42,6 +43,15 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "initializer_range": 0.2,
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from threads, and on a busy machine they wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def llama() -> Any:
@@ -103,19 +113,45 @@ def prefix(model: Any, tokens: int = BORDER) -> DynamicCache:
     return cache
 
 
-def bind(client: KVClient, model: Any, **names: Any) -> TransformersKV:
-    names = {"model_name": "tests/tiny", "weights": "sha256:" + "0" * 64, "chunk_tokens": CHUNK_TOKENS} | names
-    return TransformersKV.for_model(client, model, **names)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """A node, and a secret that keeps this test's KV apart from that of others on it."""
+
+    node: LocalNode
+    salt: bytes
+
+    def connect(self) -> KVClient:
+        return KVClient.connect(self.node.addresses.grpc, flow="prefill_read")
+
+    def bind(self, client: KVClient, model: Any, **names: Any) -> TransformersKV:
+        given = {"model_name": "tests/tiny", "weights": "sha256:" + "0" * 64, "salt": self.salt} | names
+        return TransformersKV.for_model(client, model, chunk_tokens=CHUNK_TOKENS, **given)
+
+    def save(self, model: Any, cache: DynamicCache) -> Saved:
+        with self.connect() as client:
+            return self.bind(client, model).save(cache, PROMPT)
+
+    def restore(self, model: Any, **names: Any) -> Restored:
+        with self.connect() as client:
+            return self.bind(client, model, **names).restore(PROMPT)
 
 
-def save(node: LocalNode, model: Any, cache: DynamicCache) -> Saved:
-    with KVClient.connect(node.addresses.grpc, flow="prefill_read") as client:
-        return bind(client, model).save(cache, PROMPT)
+@pytest.fixture(scope="module")
+def shared_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNode]:
+    """One node for the tests that leave it alone."""
+    with LocalNode(tmp_path_factory.mktemp("shared"), capacity="256MiB", arguments=("--cache", "32MiB")) as node:
+        yield node
 
 
-def restore(node: LocalNode, model: Any, **names: Any) -> Restored:
-    with KVClient.connect(node.addresses.grpc, flow="decode_read") as client:
-        return bind(client, model, **names).restore(PROMPT)
+@pytest.fixture
+def store(shared_node: LocalNode, request: pytest.FixtureRequest) -> Store:
+    return Store(node=shared_node, salt=request.node.name.encode())
+
+
+@pytest.fixture
+def own_store(node: LocalNode) -> Store:
+    """A store whose node the test may kill."""
+    return Store(node=node, salt=b"")
 
 
 def same_bytes(left: DynamicCache, right: DynamicCache) -> bool:
@@ -127,45 +163,45 @@ def same_bytes(left: DynamicCache, right: DynamicCache) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("make", [llama, deepseek_v3, sliding_window])
-def test_restored_after_a_kill_it_generates_what_it_would_have(node: LocalNode, make: Any, dtype: torch.dtype) -> None:
+def test_restored_after_a_kill_it_generates_what_it_would_have(own_store: Store, make: Any, dtype: torch.dtype) -> None:
     model = build(make, dtype)
     cache = prefix(model)
-    saved = save(node, model, cache)
+    saved = own_store.save(model, cache)
     assert (saved.stored, saved.existing, saved.refused) == (BORDER // CHUNK_TOKENS, 0, 0), saved.trouble
     assert saved.checkpoint_tokens == (BORDER if make is sliding_window else 0)
 
-    node.kill()
-    node.start()
-    restored = restore(node, model)
+    own_store.node.kill()
+    own_store.node.start()
+    restored = own_store.restore(model)
 
     assert restored.tokens == BORDER, restored.trouble
     assert same_bytes(restored.cache, cache)
     assert generate(model, restored.cache) == generate(model, cache)
 
 
-def test_compressed_latents_are_stored_compressed(node: LocalNode) -> None:
+def test_compressed_latents_are_stored_compressed(store: Store) -> None:
     model = build(deepseek_v3, torch.bfloat16)
     cache = prefix(model)
     assert [tuple(cache.layers[0].keys.shape), tuple(cache.layers[0].values.shape)] == [
         (1, 1, BORDER, 512),
         (1, 1, BORDER, 64),
     ]
-    assert save(node, model, cache).length_bytes == BORDER * 4 * (512 + 64) * 2
+    assert store.save(model, cache).length_bytes == BORDER * 4 * (512 + 64) * 2
 
 
-def test_a_second_save_of_the_same_prefix_writes_nothing(node: LocalNode) -> None:
+def test_a_second_save_of_the_same_prefix_writes_nothing(store: Store) -> None:
     model = build(llama, torch.float32)
     cache = prefix(model)
-    save(node, model, cache)
-    again = save(node, model, cache)
+    store.save(model, cache)
+    again = store.save(model, cache)
     assert (again.stored, again.existing, again.length_bytes) == (0, BORDER // CHUNK_TOKENS, 0)
 
 
-def test_a_longer_prompt_restores_what_it_shares_and_saves_the_rest(node: LocalNode) -> None:
+def test_a_longer_prompt_restores_what_it_shares_and_saves_the_rest(store: Store) -> None:
     model = build(llama, torch.float32)
-    save(node, model, prefix(model, 80))
-    with KVClient.connect(node.addresses.grpc, flow="prefill_read") as client:
-        kv = bind(client, model)
+    store.save(model, prefix(model, 80))
+    with store.connect() as client:
+        kv = store.bind(client, model)
         restored = kv.restore(PROMPT)
         assert restored.tokens == 80
         step(model, restored.cache, PROMPT[80:BORDER])
@@ -174,47 +210,47 @@ def test_a_longer_prompt_restores_what_it_shares_and_saves_the_rest(node: LocalN
         assert kv.restore(PROMPT).tokens == BORDER
 
 
-def test_a_prompt_that_is_all_stored_still_leaves_a_token_to_compute(node: LocalNode) -> None:
+def test_a_prompt_that_is_all_stored_still_leaves_a_token_to_compute(store: Store) -> None:
     model = build(llama, torch.float32)
-    with KVClient.connect(node.addresses.grpc, flow="prefill_read") as client:
-        kv = bind(client, model)
+    with store.connect() as client:
+        kv = store.bind(client, model)
         kv.save(prefix(model), PROMPT)
         assert kv.restore(PROMPT[:BORDER]).tokens == BORDER - CHUNK_TOKENS
 
 
-def test_other_weights_adapters_and_types_never_meet(node: LocalNode) -> None:
+def test_other_weights_adapters_and_types_never_meet(store: Store) -> None:
     model = build(llama, torch.float32)
-    save(node, model, prefix(model))
-    assert restore(node, model, weights="sha256:" + "1" * 64).tokens == 0
-    assert restore(node, model, adapter="org/lora", adapter_revision="1").tokens == 0
-    assert restore(node, model, tenant="other").tokens == 0
-    assert restore(node, build(llama, torch.bfloat16)).tokens == 0
-    assert restore(node, model).tokens == BORDER
+    store.save(model, prefix(model))
+    assert store.restore(model, weights="sha256:" + "1" * 64).tokens == 0
+    assert store.restore(model, adapter="org/lora", adapter_revision="1").tokens == 0
+    assert store.restore(model, tenant="other").tokens == 0
+    assert store.restore(build(llama, torch.bfloat16)).tokens == 0
+    assert store.restore(model).tokens == BORDER
 
 
-def test_without_a_stop_a_window_model_saves_no_checkpoint_and_restores_nothing(node: LocalNode) -> None:
+def test_without_a_stop_a_window_model_saves_no_checkpoint_and_restores_nothing(store: Store) -> None:
     model = build(sliding_window, torch.float32)
     cache = prefix(model, len(PROMPT))  # the window has moved past the last chunk border
-    saved = save(node, model, cache)
+    saved = store.save(model, cache)
     assert saved.checkpoint_tokens == 0
-    assert restore(node, model).tokens == 0
+    assert store.restore(model).tokens == 0
 
 
-def test_a_window_that_is_not_full_yet_is_padded_and_restored_exactly(node: LocalNode) -> None:
+def test_a_window_that_is_not_full_yet_is_padded_and_restored_exactly(store: Store) -> None:
     model = build(sliding_window, torch.float32)
     cache = prefix(model, 2 * CHUNK_TOKENS)
-    assert save(node, model, cache).checkpoint_tokens == 2 * CHUNK_TOKENS < WINDOW - 1
-    restored = restore(node, model)
+    assert store.save(model, cache).checkpoint_tokens == 2 * CHUNK_TOKENS < WINDOW - 1
+    restored = store.restore(model)
     assert restored.tokens == 2 * CHUNK_TOKENS
     assert same_bytes(restored.cache, cache)
 
 
-def test_a_node_that_is_gone_is_a_miss_and_a_refusal(node: LocalNode) -> None:
+def test_a_node_that_is_gone_is_a_miss_and_a_refusal(own_store: Store) -> None:
     model = build(llama, torch.float32)
-    with KVClient.connect(node.addresses.grpc, flow="prefill_read") as client:
-        kv = bind(client, model)
+    with own_store.connect() as client:
+        kv = own_store.bind(client, model)
         kv.save(prefix(model), PROMPT)
-        node.kill()
+        own_store.node.kill()
         restored = kv.restore(PROMPT)
         assert restored.tokens == 0
         assert generate(model, restored.cache) == generate(model, DynamicCache(config=model.config))
@@ -224,12 +260,12 @@ def test_a_node_that_is_gone_is_a_miss_and_a_refusal(node: LocalNode) -> None:
         assert saved.trouble
 
 
-def test_wrong_calls_say_what_is_wrong(node: LocalNode) -> None:
+def test_wrong_calls_say_what_is_wrong(store: Store) -> None:
     model = build(llama, torch.float32)
-    with KVClient.connect(node.addresses.grpc, flow="prefill_read") as client:
-        kv = bind(client, model)
+    with store.connect() as client:
+        kv = store.bind(client, model)
         with pytest.raises(InvalidRequest, match="the cache holds 192 tokens but 100 were named"):
             kv.save(prefix(model), PROMPT[:100])
         all_windows = MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=WINDOW))
         with pytest.raises(InvalidRequest, match="all 4 layers of the model are sliding-window layers"):
-            bind(client, all_windows.eval())
+            store.bind(client, all_windows.eval())
