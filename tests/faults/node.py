@@ -116,7 +116,10 @@ class HurtNode:
 
     def worker_pid(self) -> int | None:
         """Process id of the worker; None while there is none."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        try:
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        except OSError:
+            return None  # the supervisor is gone
         return int(children[0]) if children else None
 
     def wait_serving(self, *, dead_pid: int | None, timeout_s: float = 30.0) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,17 @@ def full_node(tmp_path: Path, folder: Path) -> Iterator[HurtNode]:
         yield node
 
 
-def free_bytes(folder: Path) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+def take_everything(file: Path) -> None:
+    """A foreign file takes all that is left."""
+    with file.open("wb", buffering=0) as foreign:
+        for piece_bytes in (MIB, 4096):
+            with pytest.raises(OSError, match="No space left"):
+                _write_for_ever(foreign, piece_bytes)
+
+
+def _write_for_ever(file: FileIO, piece_bytes: int) -> None:
+    while True:
+        file.write(b"f" * piece_bytes)
 
 
 def test_a_full_file_system_evicts_serves_and_recovers(full_node: HurtNode, folder: Path) -> None:
@@ -75,8 +84,6 @@ def test_a_start_on_a_full_file_system_serves_what_is_there(full_node: HurtNode,
         shelf = Shelf(client, count=64, chunk_bytes=CHUNK_BYTES)
         assert reasons(shelf.put()) == {"Stored"}
         full_node.kill()
-        fd = os.open(folder / "foreign", os.O_CREAT | os.O_WRONLY)
-        os.posix_fallocate(fd, 0, free_bytes(folder))
-        os.close(fd)
+        take_everything(folder / "foreign")
         full_node.start()
         assert shelf.hits() == list(range(64))

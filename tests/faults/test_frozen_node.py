@@ -41,15 +41,9 @@ def test_calls_end_by_their_deadline_and_all_goes_on_afterwards(node: HurtNode) 
 
     assert load.faults == []
     assert load.late_s < LATE_S_MAX
-    refusals = {name for name in before if "Miss" in name or "Refused" in name}
-    expected = {
-        "get Miss ABSENT", "get Miss PENDING", "get Miss DEADLINE", "get Miss UNAVAILABLE", "get Miss OVERLOADED",
-        "put Refused DEADLINE", "put Refused OUTCOME_UNKNOWN", "put Refused OVERLOADED", "put Refused PENDING",
-        "delete Miss ABSENT", "delete Miss DEADLINE", "delete Miss UNAVAILABLE", "delete Miss OVERLOADED",
-        "wait Miss ABSENT", "wait Miss DEADLINE", "wait Miss PENDING", "wait Miss UNAVAILABLE", "wait Miss OVERLOADED",
-    }  # fmt: skip
-    assert refusals <= expected
-    assert any("DEADLINE" in name for name in refusals), f"nothing met the frozen worker: {before}"
+    refusals = {name.split()[-1] for name in before if "Miss" in name or "Refused" in name}
+    assert refusals <= {"ABSENT", "PENDING", "DEADLINE", "UNAVAILABLE", "OVERLOADED", "OUTCOME_UNKNOWN"}
+    assert "DEADLINE" in refusals, f"nothing met the frozen worker: {before}"
     assert after["get Hit"], f"no hit after the thaw: {after}"
     found = audit(node.address, ledger)
     assert found.wrong == []
