@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
 from kvstore.cluster.view import View
-from kvstore.errors import Internal, InvalidRequest, UnknownNamespace
+from kvstore.errors import Internal, InvalidRequest, Unavailable, UnknownNamespace
 from kvstore.limits import (
     BATCH_ITEMS_MAX,
     DIGEST_BYTES,
@@ -61,21 +61,33 @@ class Control:
         return _page(await self._of_tenant(tenant, after, deadline_ns), limit)
 
     async def lookup(self, namespace: bytes, keys: bytes, *, count: bool, deadline_ns: int) -> Lookup:
-        """Which keys are here: a hit where any worker has it. Never touches or pins."""
+        """Which keys are here: a hit where any worker has it. Never touches or pins.
+
+        Keys that a worker which is down might have are misses of that reason. Raises Unavailable when all are down.
+        """
         _check_digest(namespace, "namespace")
         _check_keys(keys, BATCH_ITEMS_MAX)
         message = Match(namespace=namespace, keys=keys, touch=False, count=count)
-        merged, known = bytes([MissReason.ABSENT]) * (len(keys) // DIGEST_BYTES), False
+        replies: list[bytes] = []
+        known, down = False, None
         for worker in self._fleet.workers:
             try:
                 reply = await worker.channel.call(message, MatchReply, deadline_ns=deadline_ns)
             except UnknownNamespace:
-                continue
-            known = True
-            alone = len(self._fleet.workers) == 1
-            merged = reply.statuses if alone else bytes(map(_better, merged, reply.statuses))
-        hits = len(merged) - len(merged.lstrip(b"\0"))
-        return Lookup(statuses=merged, prefix=hits, namespace_known=known)
+                replies.append(_all(MissReason.ABSENT, keys))
+            except Unavailable as error:
+                down = error
+            else:
+                known = True
+                replies.append(reply.statuses)
+        if down is not None and not replies:
+            raise down
+        if down is not None:
+            replies.append(_all(MissReason.UNAVAILABLE, keys))
+        merged = replies[0]
+        for statuses in replies[1:]:
+            merged = bytes(map(_better, merged, statuses))
+        return Lookup(statuses=merged, prefix=len(merged) - len(merged.lstrip(b"\0")), namespace_known=known)
 
     async def explain(self, question: Question, *, deadline_ns: int) -> Answer:
         """Why something was a miss, within one tenant."""
@@ -150,6 +162,10 @@ def _check_keys(keys: bytes, count_max: int) -> None:
         raise InvalidRequest(f"keys have {len(keys)} bytes; pass {DIGEST_BYTES} for each key")
     if count > count_max:
         raise InvalidRequest(f"{count} keys in one request, at most {count_max}; split the batch")
+
+
+def _all(reason: MissReason, keys: bytes) -> bytes:
+    return bytes([reason]) * (len(keys) // DIGEST_BYTES)
 
 
 def _better(old: int, new: int) -> int:
