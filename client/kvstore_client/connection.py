@@ -16,12 +16,12 @@ from collections.abc import Generator, Sequence
 from typing import Final, Protocol, TypeAlias, TypeVar
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
-from kvstore.limits import CONNECT_NS_MAX, SECOND_NS, SLICE_BYTES_MAX
+from kvstore.limits import CONNECT_NS_MAX, DRAIN_BYTES_MAX, DRAIN_NS_MAX, SECOND_NS, SLICE_BYTES_MAX
 from kvstore.types.flow import FlowClass
 from kvstore.wire.failures import error_of
 from kvstore.wire.frames import Frame, FrameReader, FrameWriter
 from kvstore.wire.header import HEADER_BYTES, VERSION, FrameType, encode_head
-from kvstore.wire.messages import ErrorReply, Feature, Hello, Welcome
+from kvstore.wire.messages import Cancel, ErrorReply, Feature, Hello, Welcome
 from kvstore.wire.schema import Message
 from kvstore.wire.session import ClientSession, State, Verdict
 
@@ -35,6 +35,7 @@ once, and what follows it as well, which a waiting receive would leave for anoth
 _TIMEVAL = struct.Struct("@ll")
 _TIMEOUT_NS_MIN: Final = 1_000_000  # a timeout of 0 would mean none
 
+_DRAINABLE: Final = frozenset({State.READ, State.ANSWER})
 M = TypeVar("M", bound=Message)
 
 
@@ -50,6 +51,8 @@ class Greeting(Protocol):
 
     client_id: bytes
     token: bytes
+
+    view_epoch: int
 
     def seen_boot_id(self) -> bytes:
         """Boot id of the last WELCOME of this target, zeros if never."""
@@ -68,6 +71,7 @@ class Connection:
         blocking: True lets the kernel wait; False yields instead.
         deadline_ns: Monotonic; blocking waits end there with DeadlineExceeded.
         is_fresh: False once it served a call: then a break may only mean that the node was restarted meanwhile.
+        is_abandoned: Its last call was given up, and the rest of the answer is still on its way; see `abandon`.
         has_heard: True once any byte of the answer to the current call has arrived.
         idle_since_ns: When the last call ended.
         welcome: What the node takes.
@@ -92,6 +96,7 @@ class Connection:
         "flow",
         "has_heard",
         "idle_since_ns",
+        "is_abandoned",
         "is_fresh",
         "welcome",
     )
@@ -108,19 +113,23 @@ class Connection:
         self.flow = flow
         self._pid = os.getpid()
         self._socket: socket.socket | None = None
+        self._waste: memoryview | None = None
+        self.blocking = True
+        self.deadline_ns = 0
+        self.idle_since_ns = 0
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._reader = FrameReader(self)
         self._writer = FrameWriter()
         self._session = ClientSession()
         self._owner: PayloadOwner | None = None
-        self._waste: memoryview | None = None
         self._refusal: KVStoreError | None = None
         self._receive_timeout_ns = 0
         self._send_timeout_ns = 0
-        self.blocking = True
-        self.deadline_ns = 0
         self.is_fresh = True
+        self.is_abandoned = False
         self.has_heard = False
-        self.idle_since_ns = 0
         self.welcome: Welcome | None = None
 
     @property
@@ -183,7 +192,13 @@ class Connection:
         request_id = self._session.start(message.TYPE)
         self._owner = owner
         self.has_heard = False
-        head = encode_head(message.TYPE, request_id, message.encode(), payload_bytes=payload_bytes)
+        head = encode_head(
+            message.TYPE,
+            request_id,
+            message.encode(),
+            payload_bytes=payload_bytes,
+            epoch=self._greeting.view_epoch,
+        )
         self._writer.push(head, payload, payload_bytes=payload_bytes)
 
     def start(
@@ -283,6 +298,44 @@ class Connection:
             return kind.decode(frame.body)
         except InvalidRequest as error:
             raise self._breach(error) from error
+
+    def abandon(self) -> bool:
+        """Gives up the call in progress, whose memory is not touched any more, and keeps the connection if it can.
+
+        The node is told to stop; what it has sent by then is drained when the connection is used next. Returns False,
+        with nothing done, when only closing will do: while bytes are still to be sent, or in a call that writes.
+        """
+        if self._session.state not in _DRAINABLE or self._writer.pending_bytes or not self.is_open:
+            return False
+        self._reader.divert()
+        self._owner = None
+        self._session.send(FrameType.CANCEL)
+        head = encode_head(FrameType.CANCEL, self._session.request_id, Cancel().encode())
+        try:
+            self.is_abandoned = self._require_socket().send(head, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) == len(
+                head
+            )
+        except OSError:
+            self.is_abandoned = False
+        return self.is_abandoned
+
+    def recover(self) -> Steps:
+        """After `abandon`: drains the rest if that is little and comes soon; else the connection has to be opened anew."""
+        call_deadline_ns = self.deadline_ns
+        self.deadline_ns = min(call_deadline_ns, time.monotonic_ns() + DRAIN_NS_MAX)
+        left_bytes = DRAIN_BYTES_MAX
+        try:
+            while self._session.state is not State.IDLE and left_bytes > 0:
+                frames = yield from self.receive()
+                left_bytes -= sum(frame.payload_bytes for frame in frames)
+        except KVStoreError:
+            pass  # an ERROR ended that call, or the connection is no good any more, which the state tells
+        self.deadline_ns = call_deadline_ns
+        if self._session.state is State.IDLE:
+            self.is_abandoned = False
+        else:
+            self.close()
+            self._begin_anew()
 
     def place(self, frame: Frame) -> Sequence[memoryview]:
         """PayloadSink of the reader: the call in progress knows, and stragglers are thrown away."""

@@ -87,11 +87,9 @@ class ClientCore:
         host, _ = split_address(source.removeprefix(_ASK))
         routes = routes_of(view, asked_host=host)
         for route in routes:
-            link = self._links.get(route.id)
-            if link is None:
-                self._add_link(route.id, route.addresses)
-            else:
-                link.move(route.addresses)
+            link = self._links.get(route.id) or self._add_link(route.id, route.addresses)
+            link.move(route.addresses)
+            link.view_epoch = view.epoch
         gone = {route.id for route in self._routes} - {route.id for route in routes}
         self._routes = routes
         self.placement = placement_of(routes)

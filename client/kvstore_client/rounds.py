@@ -17,6 +17,7 @@ from kvstore.errors import (
     InvalidRequest,
     KVStoreError,
     Overloaded,
+    StaleView,
     Unavailable,
 )
 from kvstore.limits import BREAKER_SILENCE_NS, RETRIES_PER_CALL_MAX
@@ -58,7 +59,7 @@ class Job:
 
     def wants_another_try(self) -> bool:
         """Whether repeating it may help."""
-        return isinstance(self.failure, Unavailable | Overloaded)
+        return isinstance(self.failure, Unavailable | Overloaded | StaleView)
 
 
 T = TypeVar("T")
@@ -77,12 +78,15 @@ def perform(link: TargetLink, job: Job, connection: Connection) -> Steps:
     connection.deadline_ns = job.deadline_ns
     connection.has_heard = False
     try:
+        if connection.is_abandoned:
+            yield from connection.recover()
         if not connection.is_open:
             yield from connection.open()
         yield from job.run(connection)
     except KVStoreError as error:
         job.failure = error
-        if not connection.is_idle:
+        is_usable = connection.is_idle or (isinstance(error, DeadlineExceeded) and connection.abandon())
+        if not is_usable:
             connection.close()
     except BaseException:
         connection.close()
@@ -143,7 +147,7 @@ def attempt(core: ClientCore, jobs: Round) -> Verb[None]:
             return
         core.counters.retries += 1
         yield pause_ns
-        if any(isinstance(job.failure, Unavailable) for job in pending):
+        if any(isinstance(job.failure, Unavailable | StaleView) for job in pending):
             yield from refresh_view(core, min(job.deadline_ns for job in pending))
 
 

@@ -13,6 +13,7 @@ from kvstore.errors import (
     NoSpace,
     Overloaded,
     QuotaExceeded,
+    StaleView,
     Unavailable,
     UnknownNamespace,
 )
@@ -148,7 +149,9 @@ class StoreJob(Job):
 
     def wants_another_try(self) -> bool:
         """After a break, while records are open."""
-        return isinstance(self.failure, Unavailable | Overloaded) and any(one.status == OPEN for one in self._records)
+        return isinstance(self.failure, Unavailable | Overloaded | StaleView) and any(
+            one.status == OPEN for one in self._records
+        )
 
     def run(self, connection: Connection) -> Steps:
         """Offers what is open; sends the manifest and offers again what the node refused for lack of it."""
@@ -258,7 +261,7 @@ def refusal_of(job: Job, record: OutgoingRecord) -> tuple[RefusedReason, str]:
         return RefusedReason.QUOTA, detail
     if isinstance(failure, NoSpace):
         return RefusedReason.NO_SPACE, detail
-    if isinstance(failure, Overloaded):
+    if isinstance(failure, Overloaded | StaleView):
         return RefusedReason.OVERLOADED, detail
     if record.was_offered:
         return RefusedReason.OUTCOME_UNKNOWN, detail

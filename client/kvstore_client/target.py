@@ -29,6 +29,7 @@ class TargetLink:
         boot_id: Of the node as last seen; zeros before the first WELCOME.
         boot_count: Rises when another boot id is seen: pins and writers from before are gone.
         breaker: Whether calls may try at all.
+        view_epoch: Of the view that this link's calls are planned with; 0 when they need none.
         read_bytes_per_second: Moving average of large reads; 0.0 before the first.
     """
 
@@ -48,6 +49,7 @@ class TargetLink:
         "id",
         "read_bytes_per_second",
         "token",
+        "view_epoch",
     )
 
     def __init__(
@@ -63,6 +65,7 @@ class TargetLink:
         self.id = target
         self.client_id = client_id
         self.token = options.token
+        self.view_epoch = 0
         self.boot_id = bytes(ID_BYTES)
         self.boot_count = 0
         self.breaker = CircuitBreaker()
@@ -106,7 +109,7 @@ class TargetLink:
     def give_back(self, connection: Connection, now_ns: int) -> None:
         """The call is over. The connection is kept when the next call can use it."""
         self._in_use.discard(connection)
-        if not connection.is_idle or self._options.idle_ns <= 0:
+        if not (connection.is_idle or connection.is_abandoned):
             connection.close()
             return
         connection.idle_since_ns = now_ns

@@ -214,6 +214,9 @@ class Link:
         )
         self.send(frame, welcome)
 
+    def _cancel(self, frame: Frame, _: m.Cancel) -> None:
+        """The call that it would end is over."""
+
     def _view(self, frame: Frame, _: m.ViewRequest) -> None:
         self.send(frame, m.ViewReply(epoch=self.node.epoch, view=self.node.view()))
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from kvstore.errors import Closed, Denied, InvalidRequest, Overloaded, Unavailable
+from kvstore.errors import Closed, Denied, InvalidRequest, Overloaded, StaleView, Unavailable
 from kvstore.types.checksum import crc_table
 from kvstore.types.results import MissReason, RefusedReason
 from kvstore.wire import messages as m
@@ -701,3 +701,68 @@ def test_a_call_that_finds_no_free_connection_ends_at_its_deadline(node, opaque)
         go_on.set()
         thread.join(30)
         assert isinstance(first[0], Hit)
+
+
+@pytest.mark.parametrize("sent", [0, 40, SIZE // 2, SIZE + 200])
+def test_after_a_deadline_the_rest_is_drained_and_the_connection_kept(node, stored, sent) -> None:
+    """The node sends the rest of the answer after the caller has its memory back: scratch takes it."""
+    ns, keys, payloads = stored
+    released = threading.Event()
+
+    def script(link, frame) -> bool:
+        if frame.type is not FrameType.GET or released.is_set():
+            return False
+        whole = bytearray()
+        real, link.socket = link.socket, Recorder(whole)
+        link.answer(frame)
+        link.socket = real
+        real.sendall(whole[:sent])
+        released.wait(30)
+        real.sendall(whole[sent:])
+        return True
+
+    node.script = script
+    memory = memories()
+    opened = len(node.hellos)
+    assert prefix(ns.get_into(keys, memory, soft_deadline=0.2)) == (1 if sent > SIZE else 0)
+    before = [bytes(one) for one in memory]
+    released.set()
+    again = memories()
+    results = ns.get_into(keys, again)
+    assert prefix(results) == 8
+    check(results, again, payloads)
+    assert [bytes(one) for one in memory] == before
+    assert len(node.hellos) == opened + 1, "one connection to read with, and it was kept"
+    assert FrameType.CANCEL in node.calls
+
+
+class Recorder:
+    """Stands in for a socket and keeps what is sent."""
+
+    def __init__(self, whole: bytearray) -> None:
+        self._whole = whole
+
+    def sendall(self, data: bytes) -> None:
+        self._whole += data
+
+
+def test_a_write_planned_with_an_old_view_is_planned_again(client, node, stored) -> None:
+    ns, _, _ = stored
+    asked = node.count(FrameType.VIEW)
+    seen = []
+
+    def script(link, frame) -> bool:
+        if frame.type is not FrameType.OFFER:
+            return False
+        seen.append(frame.epoch)
+        if frame.epoch >= node.epoch:
+            return False
+        error = StaleView("planned with an old view")
+        link.send(frame, m.ErrorReply(code=code_of(error), text=str(error), closing=False))
+        return True
+
+    node.script = script
+    node.epoch = 7
+    assert isinstance(ns.put(ns.keys([5] * 16), [b"new"])[0], Stored)
+    assert seen == [1, 7]
+    assert node.count(FrameType.VIEW) == asked + 1
