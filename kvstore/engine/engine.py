@@ -229,7 +229,8 @@ class DriveEngine:
         self._volatile = VolatilePuts(self.cache, self.metrics)
         self._pins = Pins(self.catalog, capacity_bytes=superblock.capacity_bytes)
         self._waits = Waits(self._pending)
-        self._day = DayMeter()
+        self._day = DayMeter(now_ns)
+        self._closed = False
         self._clock = TickClock(now_ns=now_ns, last_tick=self.store.recovered.tick_max)
         self._turn(now_ns)
 
@@ -535,6 +536,9 @@ class DriveEngine:
 
     def close(self, *, within_ns: int = 10 * SECOND_NS) -> None:
         """Finish what is on its way to the drive, for at most so long, and close it. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         self.drain()
         deadline_ns = time.monotonic_ns() + within_ns
         ready = select.poll()

@@ -60,13 +60,13 @@ class DayMeter:
 
     _HOUR_NS: Final = 3600 * SECOND_NS
 
-    def __init__(self) -> None:
-        self._samples: list[tuple[int, int]] = []
+    def __init__(self, now_ns: int) -> None:
+        self._samples = [(now_ns, 0)]
 
     def last_day(self, total_bytes: int, now_ns: int) -> int:
         """Note the counter and answer its growth since a day ago, or since the start."""
         samples = self._samples
-        if not samples or now_ns - samples[-1][0] >= self._HOUR_NS:
+        if now_ns - samples[-1][0] >= self._HOUR_NS:
             samples.append((now_ns, total_bytes))
         while len(samples) > 1 and now_ns - samples[1][0] >= 24 * self._HOUR_NS:
             samples.pop(0)

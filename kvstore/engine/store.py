@@ -170,7 +170,6 @@ class Store:
         )
         self.reclaimer = Reclaimer(
             queue=queue,
-            syncer=self._syncer,
             arena=arena,
             allocator=self.allocator,
             ledger=self.ledger,
@@ -316,6 +315,8 @@ class Store:
         """No free segment, and the open one is nearly full but for the spare room."""
         if self.allocator.free_count():
             return False
+        if any(target.outstanding == 0 for target in self.allocator.closing):
+            return False  # it is being sealed, and may be colder than all that are
         return self.writer.needs_room or self.allocator.open_room_pages() <= self._spare_pages()
 
     def _spare_pages(self) -> int:

@@ -1,0 +1,208 @@
+"""The pure parts of the read path: covering blocks, headers against the format's own decoder, estimates, words."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.engine.api import NamespaceRef
+from kvstore.engine.cache import RecordFacts
+from kvstore.engine.estimate import DayMeter, LoadEstimator
+from kvstore.engine.explain import gone, stored, unknown
+from kvstore.engine.format import RecordHeader, decode_record_header, encode_record_header, header_page_count
+from kvstore.engine.history import Event, Fate
+from kvstore.engine.location import pack_location
+from kvstore.engine.readplan import covering_blocks, ranges_per_record
+from kvstore.engine.verify import Fault, blocks_match, check_header, header_pages_of
+from kvstore.engine.waits import Waits
+from kvstore.errors import InvalidRequest
+from kvstore.limits import ACCESS_TICK_NS, MS_NS, PAGE_BYTES, RANGES_PER_ITEM_MAX, SECOND_NS
+from kvstore.types.checksum import crc_table
+from kvstore.types.results import MissReason
+
+ranges = st.lists(st.tuples(st.integers(0, 50_000), st.integers(0, 20_000)), max_size=8)
+
+
+@given(ranges, st.integers(0, 60_000), st.sampled_from([4096, 5000, 16_384]), st.sampled_from([4096, 20_000, 1 << 20]))
+def test_pieces_cover_the_ranges_with_whole_blocks_and_no_byte_twice(
+    ranges: list[tuple[int, int]], record_bytes: int, block_bytes: int, piece_bytes_max: int
+) -> None:
+    pieces = covering_blocks(
+        ranges, record_bytes=record_bytes, block_bytes=block_bytes, piece_bytes_max=piece_bytes_max
+    )
+    if any(offset + length > record_bytes for offset, length in ranges):
+        assert pieces is None
+        return
+    assert pieces is not None
+    end = 0
+    for offset, length in pieces:
+        assert offset % block_bytes == 0
+        assert offset >= end
+        assert length <= max(piece_bytes_max, block_bytes)
+        end = offset + length
+        assert end % block_bytes == 0 or end == record_bytes
+    wanted = {block for offset, length in ranges if length for block in blocks_of(offset, length, block_bytes)}
+    found = {block for offset, length in pieces if length for block in blocks_of(offset, length, block_bytes)}
+    assert found == wanted
+    assert wanted or pieces == [(0, 0)]
+
+
+def blocks_of(offset: int, length: int, block_bytes: int) -> range:
+    return range(offset // block_bytes, -(-(offset + length) // block_bytes))
+
+
+def test_ranges_are_for_all_records_or_for_each() -> None:
+    assert ranges_per_record([[(1, 2)]], 3) == [[(1, 2)]] * 3
+    assert ranges_per_record([[(1, 2)], []], 2) == [[(1, 2)], []]
+    too_many = [(0, 1)] * (RANGES_PER_ITEM_MAX + 1)
+    wrong: list[list[list[tuple[int, int]]]] = [[[], []], [[(-1, 2)]], [[(1, -2)]], [too_many]]
+    for bad in wrong:
+        with pytest.raises(InvalidRequest):
+            ranges_per_record(bad, 3)
+
+
+REF = NamespaceRef(id=1, digest=b"n" * 32, generation=3, salt=bytes(16), tenant="t")
+
+
+def make_header(payload_bytes: int, block_bytes: int) -> tuple[RecordHeader, bytearray, int]:
+    payload = bytes(range(256)) * (payload_bytes // 256 + 1)
+    table = crc_table(payload[:payload_bytes], block_bytes)
+    header = RecordHeader(
+        key=b"k" * 32,
+        parent=b"p" * 32,
+        run_head=b"r" * 32,
+        namespace=REF.digest,
+        namespace_generation=REF.generation,
+        position=7,
+        part=0,
+        segment=5,
+        page=9,
+        segment_generation=11,
+        payload_bytes=payload_bytes,
+        block_bytes=block_bytes,
+        content_id=b"c" * 16,
+        crc_table=table,
+        written_ns=123,
+    )
+    pages = header_page_count(payload_bytes, block_bytes)
+    page = bytearray(pages * PAGE_BYTES)
+    encode_record_header(header, memoryview(page))
+    location = pack_location(segment=5, page=9, pages=pages + -(-payload_bytes // PAGE_BYTES), depth=7)
+    return header, page, location
+
+
+@given(st.integers(0, 9_000_000), st.sampled_from([4096, 65_536]))
+def test_a_good_header_is_read_as_the_format_reads_it(payload_bytes: int, block_bytes: int) -> None:
+    header, page, location = make_header(payload_bytes, block_bytes)
+    assert header_pages_of(memoryview(page)) == header.header_pages
+    facts = check_header(memoryview(page), REF, header.key, location, 11)
+    assert facts == RecordFacts(
+        key=header.key,
+        record_bytes=payload_bytes,
+        block_bytes=block_bytes,
+        crcs=header.crc_table,
+        content_id=header.content_id,
+        header_pages=header.header_pages,
+        location=location,
+    )
+    if header.header_pages > 1:
+        assert check_header(memoryview(page)[:PAGE_BYTES], REF, header.key, location, 11) is Fault.CORRUPT
+    assert check_header(memoryview(page)[:512], REF, header.key, location, 11) is Fault.CORRUPT
+
+
+@given(st.integers(0, 8 * PAGE_BYTES - 1))
+def test_any_flipped_bit_in_the_covered_part_of_a_header_is_seen(bit: int) -> None:
+    header, page, location = make_header(10_000, 4096)
+    page[bit // 8] ^= 1 << bit % 8
+    assert check_header(memoryview(page), REF, header.key, location, 11) is Fault.CORRUPT
+    assert decode_record_header(page) is None
+
+
+def test_a_sound_header_of_another_key_or_place_is_told_apart() -> None:
+    header, page, location = make_header(10_000, 4096)
+    view = memoryview(page)
+    other = NamespaceRef(id=2, digest=b"m" * 32, generation=3, salt=bytes(16), tenant="t")
+    older = NamespaceRef(id=1, digest=REF.digest, generation=2, salt=bytes(16), tenant="t")
+    assert check_header(view, REF, b"K" * 32, location, 11) is Fault.OTHER
+    assert check_header(view, other, header.key, location, 11) is Fault.OTHER
+    assert check_header(view, older, header.key, location, 11) is Fault.OTHER
+    assert check_header(view, REF, header.key, location, 12) is Fault.CORRUPT
+    pages = 4
+    for segment, page_number in ((6, 9), (5, 10)):
+        elsewhere = pack_location(segment=segment, page=page_number, pages=pages, depth=7)
+        assert check_header(view, REF, header.key, elsewhere, 11) is Fault.CORRUPT
+    longer = pack_location(segment=5, page=9, pages=pages + 1, depth=7)
+    assert check_header(view, REF, header.key, longer, 11) is Fault.CORRUPT
+
+
+@given(st.binary(max_size=20_000), st.sampled_from([4096, 5000]), st.data())
+def test_blocks_match_their_checksums_and_no_others(payload: bytes, block_bytes: int, data: st.DataObject) -> None:
+    table = crc_table(payload, block_bytes)
+    assert blocks_match(memoryview(payload), block_bytes, table)
+    if payload:
+        at = data.draw(st.integers(0, len(payload) - 1))
+        wrong = bytearray(payload)
+        wrong[at] ^= 1
+        assert not blocks_match(memoryview(wrong), block_bytes, table)
+        longer = memoryview(payload + bytes(block_bytes))
+        assert not blocks_match(longer, block_bytes, table), "more payload than checksums"
+
+
+def test_the_estimate_follows_the_drive_and_idle_time_does_not_count() -> None:
+    estimator = LoadEstimator()
+    assert estimator.load_ns(0) == 0
+    read_bytes, now_ns = 0, SECOND_NS
+    for _ in range(200):
+        now_ns += 60 * SECOND_NS
+        estimator.observe(read_bytes=read_bytes, busy=True, now_ns=now_ns)
+        read_bytes += 4_000_000
+        now_ns += 2 * MS_NS
+        estimator.observe(read_bytes=read_bytes, busy=False, now_ns=now_ns)
+    expected = 2_000_000_000  # bytes per second
+    assert estimator.load_ns(2_000_000_000) == pytest.approx(2_000_000_000 * SECOND_NS / expected, rel=0.01)
+    for _ in range(100):
+        estimator.served(from_memory=10, records=10)
+    assert estimator.load_ns(2_000_000_000) < SECOND_NS // 2
+
+
+def test_bytes_per_day_forget_what_was_a_day_ago() -> None:
+    meter = DayMeter(0)
+    hour_ns = 3600 * SECOND_NS
+    totals = [meter.last_day(hour * 100, hour * hour_ns) for hour in range(60)]
+    assert totals[0] == 0
+    assert totals[10] == 1000
+    assert totals[59] == 2400
+
+
+def test_explanations_say_what_happened_and_roughly_when() -> None:
+    second = SECOND_NS // ACCESS_TICK_NS
+    assert stored(pack_location(segment=0, page=1, pages=3, depth=4), ago_ticks=5 * second).text == (
+        "stored, 12288 bytes on the drive, position 4, last asked for 5.0 seconds ago"
+    )
+    fate = gone(Event(fate=Fate.EVICTED, tick=1), ago_ticks=7200 * second)
+    assert fate.status == MissReason.EVICTED
+    assert fate.text == "evicted about 2 hours ago to make room"
+    assert fate.ago_ns == 7200 * SECOND_NS
+    assert gone(Event(fate=Fate.QUARANTINED, tick=1), ago_ticks=0).status == MissReason.CORRUPT
+    assert gone(Event(fate=Fate.DELETED, tick=1), ago_ticks=300 * second).text == "deleted about 5 minutes ago"
+    assert unknown(remembered=12).status == MissReason.ABSENT
+
+
+def test_waits_end_when_nothing_is_pending_or_at_their_deadline() -> None:
+    pending: dict[bytes, object] = {b"a": 1, b"b": 1}
+    waits, done = Waits(pending), list[str]()
+    waits.add([b"x"], 100, lambda: done.append("none"))
+    waits.add([b"a", b"b"], 100, lambda: done.append("both"))
+    waits.add([b"b"], 50, lambda: done.append("late"))
+    assert done == ["none"]
+    assert waits.next_deadline_ns() == 50
+    del pending[b"a"]
+    waits.check(49)
+    assert done == ["none"]
+    waits.check(50)
+    assert done == ["none", "late"]
+    del pending[b"b"]
+    waits.check(51)
+    assert done == ["none", "late", "both"]
+    assert waits.next_deadline_ns() is None
