@@ -28,6 +28,7 @@ THIRD_PARTY_HOMES: dict[str, tuple[str, ...]] = {
     "grpc_reflection": (GRPC_EDGE,),
     "hypothesis": ("kvstore/testing/",),
     "msgpack": ("kvstore/wire/codec.py",),
+    "pytest": ("kvstore/testing/",),
     "prometheus_client": ("kvstore/telemetry/prometheus.py",),
     "pydantic": ("kvstore/settings.py",),
     "pydantic_settings": ("kvstore/settings.py",),
