@@ -177,6 +177,12 @@ class Catalog:
         self.scores.add_many(locations[stored], tick_of[stored])
         return stored
 
+    def load(self, keys: U64, locations: U64, ticks: U32) -> Bools:
+        """Recovery: n keys, no two equal, into an empty catalog. Says which the index had room for."""
+        stored: Bools = self.index.insert_many(keys, locations, ticks) != np.uint64(NOT_INSERTED)
+        self.scores.add_many(locations[stored], ticks[stored])
+        return stored
+
     def _count_replaced(self, slot: int, old: int, new: int) -> None:
         if self.index.pins[slot]:
             self.pinned_bytes += (location_pages(new) - location_pages(old)) * PAGE_BYTES

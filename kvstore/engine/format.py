@@ -309,16 +309,19 @@ def decode_index_blocks(data: Buffer, *, segment: int, generation: int) -> tuple
     bounds: `entries_in_bounds` does.
     """
     view = memoryview(data)
-    good: list[Entries] = []
-    bad = 0
-    for block in range(len(view) // PAGE_BYTES):
+    blocks = len(view) // PAGE_BYTES
+    counts = np.empty(blocks, dtype=np.int64)
+    for block in range(blocks):
         page = view[block * PAGE_BYTES : (block + 1) * PAGE_BYTES]
-        count = _index_block_entries(page, segment=segment, generation=generation, block=block)
-        if count < 0:
-            bad += 1
-        elif count:
-            good.append(np.frombuffer(page, dtype=ENTRY_DTYPE, count=count, offset=INDEX_HEADER_BYTES))
-    return (np.concatenate(good) if good else np.empty(0, dtype=ENTRY_DTYPE)), bad
+        counts[block] = _index_block_entries(page, segment=segment, generation=generation, block=block)
+    good = counts >= 0
+    rows = np.frombuffer(view, dtype=np.uint8, count=blocks * PAGE_BYTES).reshape(blocks, PAGE_BYTES)[good]
+    body = rows[:, INDEX_HEADER_BYTES : INDEX_HEADER_BYTES + ENTRIES_PER_BLOCK * ENTRY_BYTES]
+    entries = np.ascontiguousarray(body).reshape(-1).view(ENTRY_DTYPE)
+    held = counts[good]
+    if len(held) and held.min() < ENTRIES_PER_BLOCK:
+        entries = entries[(np.arange(ENTRIES_PER_BLOCK) < held[:, None]).reshape(-1)]
+    return entries, int(blocks - good.sum())
 
 
 def _index_block_entries(page: memoryview, *, segment: int, generation: int, block: int) -> int:
@@ -329,6 +332,26 @@ def _index_block_entries(page: memoryview, *, segment: int, generation: int, blo
     if (of_segment, of_generation, of_block) != (segment, generation, block) or count > ENTRIES_PER_BLOCK:
         return -1
     return int(count)
+
+
+def distinct(values: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    """The distinct values in order, and for each value which of them it is. Made for few distinct among many."""
+    if not len(values):
+        return values, np.zeros(0, dtype=np.int64)
+    if (values == values[0]).all():
+        return values[:1], np.zeros(len(values), dtype=np.int64)
+    ordered = np.sort(values)
+    fresh = np.ones(len(ordered), dtype=np.bool_)
+    fresh[1:] = ordered[1:] != ordered[:-1]
+    found = ordered[fresh]
+    return found, np.searchsorted(found, values)
+
+
+def entry_spaces(entries: Entries) -> npt.NDArray[np.uint64]:
+    """For each entry its namespace id << 32 | namespace generation."""
+    ids, generations = entries["namespace"].astype(np.uint64), entries["namespace_generation"].astype(np.uint64)
+    spaces: npt.NDArray[np.uint64] = ids << np.uint64(32) | generations
+    return spaces
 
 
 def entries_in_bounds(entries: Entries, segment_pages: int) -> npt.NDArray[np.bool_]:

@@ -15,7 +15,7 @@ import numpy as np
 from kvstore.engine.allocator import Allocator
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.catalog import Catalog
-from kvstore.engine.format import ENTRY_DTYPE, Entries
+from kvstore.engine.format import ENTRY_DTYPE, Entries, distinct, entry_spaces
 from kvstore.engine.location import (
     I64,
     U32,
@@ -123,18 +123,15 @@ class Ledger:
 
     def load(self, entries: Entries, locations: U64, ticks: U32) -> Bools:
         """Recovery: many valid records at once, each key once. Says which the index took."""
-        keys = entry_keys(entries)
-        taken = self.catalog.commit_many(keys, locations, ticks)
-        segments = location_segments(locations).astype(np.uint64)
-        spaces = entries["namespace"].astype(np.uint64) << np.uint64(32) | entries["namespace_generation"]
-        pairs = np.stack([segments, spaces], axis=1)[taken]
-        distinct, which = np.unique(pairs, axis=0, return_inverse=True)
-        pages = np.bincount(which.ravel(), weights=entries["pages"][taken], minlength=len(distinct))
-        records = np.bincount(which.ravel(), minlength=len(distinct))
-        for (segment, space), page_count, record_count in zip(
-            distinct.tolist(), pages.tolist(), records.tolist(), strict=True
-        ):
-            self._count(segment, space, int(page_count), int(record_count))
+        taken = self.catalog.load(entry_keys(entries), locations, ticks)
+        spaces, which = distinct(entry_spaces(entries)[taken])
+        cells = location_segments(locations[taken]) * len(spaces) + which
+        used, cell = distinct(cells.astype(np.uint64))
+        pages = np.bincount(cell, weights=entries["pages"][taken], minlength=len(used))
+        records = np.bincount(cell, minlength=len(used))
+        for at, page_count, record_count in zip(used.tolist(), pages.tolist(), records.tolist(), strict=True):
+            segment, space = divmod(at, len(spaces))
+            self._count(segment, int(spaces[space]), int(page_count), int(record_count))
         return taken
 
     def _count(self, segment: int, space: int, pages: int, records: int) -> None:
@@ -229,7 +226,7 @@ class Ledger:
     def evict(self, entries: Entries, locations: U64) -> Bools:
         """Forget the records of a victim's entries that still lie there. Says which were valid until now."""
         keys = entry_keys(entries)
-        spaces = entries["namespace"].astype(np.uint64) << np.uint64(32) | entries["namespace_generation"]
+        spaces = entry_spaces(entries)
         live = self.live_spaces(spaces)
         self.catalog.erase(keys[~live], locations[~live])
         gone = np.zeros(len(entries), dtype=np.bool_)
@@ -256,9 +253,9 @@ class Ledger:
 
     def live_spaces(self, spaces: U64) -> Bools:
         """Which of these namespace keys are of a namespace's present generation."""
-        distinct, which = np.unique(spaces, return_inverse=True)
-        known = np.array([self._is_live(space) for space in distinct.tolist()], dtype=np.bool_)
-        return known[which.ravel()] if len(distinct) else np.zeros(0, dtype=np.bool_)
+        found, which = distinct(spaces)
+        known = np.array([self._is_live(space) for space in found.tolist()], dtype=np.bool_)
+        return known[which] if len(found) else np.zeros(0, dtype=np.bool_)
 
     def freed(self, segment: int) -> None:
         """A segment was erased on the drive: nothing in it can come back, so its tombstones are not needed."""

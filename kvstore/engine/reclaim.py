@@ -1,7 +1,7 @@
 """Eviction, carried out: the victim's index is read, what is worth it is written again, the rest is forgotten.
 
-Order on the drive: copies and their commit records, a sync, then the victim's footer and header are erased, then it is
-free. A crash in between leaves either both copies (one is found) or the new one.
+Order on the drive: copies, a sync, their commit records, a sync, then the victim's footer and header are erased, then
+it is free. A crash in between leaves either both copies (one is found) or the new one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from kvstore.device.base import IoKind, IoOp
 from kvstore.engine.allocator import Allocator
 from kvstore.engine.arena import Arena, Piece
 from kvstore.engine.blocking import pages
-from kvstore.engine.format import Entries
-from kvstore.engine.job import IoQueue, Steps, Syncer, Wait, gather, io
+from kvstore.engine.format import Entries, entry_spaces
+from kvstore.engine.job import IoQueue, Steps, Wait, gather, io
 from kvstore.engine.ledger import Ledger, entry_keys, entry_locations
 from kvstore.engine.location import I64, U64, location_depth, location_page, pack_location
 from kvstore.engine.policy import WriteBudget, choose_victim, eviction_tick, records_to_keep
@@ -43,6 +43,8 @@ class Move(Append):
             header_pages=int(entry["header_pages"][0]), pages=int(entry["pages"][0]), flow=FlowClass.BACKGROUND
         )
         self.moving = True
+        # Of two copies the newer counts, so after a power cut it must not be the one whose bytes never arrived.
+        self.power = True
         self._entry = entry.copy()
         self._old = old
         self._ledger = ledger
@@ -96,7 +98,6 @@ class Reclaimer:
         self,
         *,
         queue: IoQueue,
-        syncer: Syncer,
         arena: Arena,
         allocator: Allocator,
         ledger: Ledger,
@@ -106,7 +107,6 @@ class Reclaimer:
         metrics: EngineMetrics,
     ) -> None:
         self._queue = queue
-        self._syncer = syncer
         self._arena = arena
         self._allocator = allocator
         self._table: SegmentTable = allocator.table
@@ -140,10 +140,10 @@ class Reclaimer:
             self.avoid.add(victim)
             self._table.set_state(victim, SegmentState.SEALED)
         else:
-            moved = yield from self._move_all(victim, entries, locations, order)
+            yield from self._move_all(victim, entries, locations, order)
             self._forget(victim, entries, locations, incomplete=not complete)
             yield lambda resume: self._table.when_unheld(victim, lambda: resume(None))
-            yield from self._erase(victim, sync_first=bool(moved))
+            yield from self._erase(victim)
         self.running = False
 
     # --- what stays ---------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Reclaimer:
         """Positions of the records that are written again, in order; None if pinned ones do not fit."""
         keys = entry_keys(entries)
         catalog = self._ledger.catalog
-        spaces = entries["namespace"].astype(np.uint64) << np.uint64(32) | entries["namespace_generation"]
+        spaces = entry_spaces(entries)
         valid = np.flatnonzero(catalog.valid(keys, locations) & self._ledger.live_spaces(spaces))
         pinned = catalog.pinned(keys[valid])
         room = self._allocator.open_room_pages()
@@ -169,9 +169,8 @@ class Reclaimer:
         ]
         return order[np.cumsum(sizes[order]) <= room]
 
-    def _move_all(self, victim: int, entries: Entries, locations: U64, order: I64) -> Steps[int]:
-        """Write records again, a few at a time; answers how many the catalog took."""
-        moved = 0
+    def _move_all(self, victim: int, entries: Entries, locations: U64, order: I64) -> Steps[None]:
+        """Write records again, a few at a time."""
         sizes = entries["pages"].astype(np.int64)
         at = 0
         while at < len(order):
@@ -182,32 +181,28 @@ class Reclaimer:
                 end += 1
             batch = order[at:end].tolist()
             self._allocator.move_pages = int(sizes[order[at:]].sum())
-            moved += sum(
-                (yield gather([self._move(victim, entries[one : one + 1], int(locations[one])) for one in batch]))
-            )
+            yield gather([self._move(victim, entries[one : one + 1], int(locations[one])) for one in batch])
             at = end
         self._allocator.move_pages = 0
-        return moved
 
-    def _move(self, victim: int, entry: Entries, location: int) -> Steps[int]:
-        """Copy one record if it is sound. Answers 1 if the catalog took the copy."""
+    def _move(self, victim: int, entry: Entries, location: int) -> Steps[None]:
+        """Copy one record if it is sound."""
         size = int(entry["pages"][0]) * PAGE_BYTES
         piece = self._arena.allocate(size)
         if piece is None and self._memory.reclaim_memory(size):
             piece = self._arena.allocate(size)
         if piece is None:
-            return 0
+            return
         at = self._table.offset(victim, location_page(location))
         op = IoOp(IoKind.READ, at, [piece.view], flow=FlowClass.BACKGROUND)
         error = yield io(self._queue, [op])
         if error is not None or op.done_bytes < size or not self._sound(piece, entry, victim):
             piece.release()
-            return 0
+            return
         self.budget.moved(size)
         taken: bool = yield self._append(piece, entry, location)
         if taken:
             self._metrics.reinserted_records += 1
-        return int(taken)
 
     def _append(self, piece: Piece, entry: Entries, location: int) -> Wait:
         def begin(resume: Callable[[bool], None]) -> None:
@@ -234,11 +229,8 @@ class Reclaimer:
         self._metrics.evicted_bytes += size
         self._metrics.evicted_segments += 1
 
-    def _erase(self, victim: int, *, sync_first: bool) -> Steps[None]:
+    def _erase(self, victim: int) -> Steps[None]:
         """Make sure that nothing of the segment can come back, then let it be used again."""
-        if sync_first:
-            # Copies must not be less durable than what they replace.
-            yield self._syncer.sync
         empty = pages(PAGE_BYTES)
         error: OSError | None = None
         for page in (self._table.segment_pages - 1, 0):

@@ -21,6 +21,7 @@ from kvstore.engine.format import (
     decode_index_blocks,
     decode_segment_footer,
     decode_segment_header,
+    distinct,
     entries_in_bounds,
 )
 from kvstore.engine.location import I64, Bools
@@ -364,19 +365,22 @@ def valid_records(
     # What a damaged index block hides may be readable the next time.
     hiding = [one.segment for one in found if one.bad_blocks]
     result.needed += [(segment, encode_tombstone(one)) for segment in hiding for one in tombstones]
-    entries, segments, uses = entries[keep], segments[keep], uses[keep]
+    if not keep.all():
+        entries, segments, uses = entries[keep], segments[keep], uses[keep]
     newest = _newest(entries, uses)
     result.twins = len(entries) - len(newest)
-    result.entries, result.segments = entries[newest], segments[newest]
+    if result.twins:
+        entries, segments = entries[newest], segments[newest]
+    result.entries, result.segments = entries, segments
     return result
 
 
 def _known_namespaces(entries: Entries, generation_of: dict[int, int], result: ValidRecords) -> Bools:
-    ids, which = np.unique(entries["namespace"], return_inverse=True)
+    ids, which = distinct(entries["namespace"].astype(np.uint64))
     current = np.array([generation_of.get(id, -1) for id in ids.tolist()], dtype=np.int64)
     if not len(ids):
         return np.zeros(0, dtype=np.bool_)
-    wanted = current[which.ravel()]
+    wanted = current[which]
     known = wanted >= 0
     same = entries["namespace_generation"].astype(np.int64) == wanted
     result.orphans = int((~known).sum())
@@ -414,11 +418,19 @@ def _not_buried(
 
 def _newest(entries: Entries, uses: I64) -> I64:
     """Positions of the newest copy of each key."""
-    key0 = entries["key0"]
-    if len(np.unique(key0)) == len(key0):
+    key0 = np.ascontiguousarray(entries["key0"])
+    order = np.argsort(key0)
+    ordered = key0[order]
+    same = ordered[1:] == ordered[:-1]
+    if not same.any():
         return np.arange(len(entries))
-    order = np.lexsort((entries["page"], uses, entries["key1"], key0))
-    ordered0, ordered1 = key0[order], entries["key1"][order]
-    last = np.ones(len(order), dtype=np.bool_)
-    last[:-1] = (ordered0[1:] != ordered0[:-1]) | (ordered1[1:] != ordered1[:-1])
-    return np.sort(order[last])
+    twins = np.zeros(len(entries), dtype=np.bool_)
+    twins[order[1:]] |= same
+    twins[order[:-1]] |= same
+    some = np.flatnonzero(twins)
+    some = some[np.lexsort((entries["page"][some], uses[some], entries["key1"][some], key0[some]))]
+    last = np.ones(len(some), dtype=np.bool_)
+    pairs = entries[some]
+    last[:-1] = (pairs["key0"][1:] != pairs["key0"][:-1]) | (pairs["key1"][1:] != pairs["key1"][:-1])
+    twins[some[last]] = False
+    return np.flatnonzero(~twins)
