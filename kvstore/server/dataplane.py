@@ -105,7 +105,8 @@ class DataPlane:
         self._engine: Engine | None = None
         self._is_stopping = False
         self._engine_is_due = False
-        self._timer_ns = _NEVER_NS  # when the engine wants to be polled, as of the last wait
+        self._timer_ns = _NEVER_NS  # when the engine wants to be polled
+        self._timer_is_stale = True  # a read that is answered from memory sets no timer, all else may
         self._connections: set[Connection] = set()
         self._clients = Clients()
         self._turns: deque[Connection] = deque()
@@ -178,8 +179,10 @@ class DataPlane:
         """How long the loop may wait for events."""
         if self._turns or self._engine_is_due:
             return 0
-        timer_ns = self._engine.next_timer_ns() if self._engine is not None else None
-        self._timer_ns = _NEVER_NS if timer_ns is None else timer_ns
+        if self._timer_is_stale and self._engine is not None:
+            timer_ns = self._engine.next_timer_ns()
+            self._timer_ns = _NEVER_NS if timer_ns is None else timer_ns
+            self._timer_is_stale = False
         due_ns = min(self._timer_ns, self._sweep_ns if self._connections else _NEVER_NS)
         return None if due_ns == _NEVER_NS else max(0, due_ns - self._clock())
 
@@ -192,6 +195,7 @@ class DataPlane:
         engine = self._engine
         if engine is not None and (self._engine_is_due or self._timer_ns <= self.now_ns):
             self._engine_is_due = False
+            self._timer_is_stale = True
             engine.poll(self.now_ns)
         turns = self._turns
         for _ in range(len(turns)):
@@ -227,7 +231,7 @@ class DataPlane:
             elif connection.due_ns <= now_ns:
                 connection.expire()
         for writer in self._clients.expire_writers(now_ns):
-            writer.doom()
+            writer.doom(orphaned=True)
 
     # --- connections ------------------------------------------------------------------------------------------------
     def _accept(self, listening: socket.socket) -> None:
@@ -308,6 +312,7 @@ class DataPlane:
 
     def _match(self, connection: Connection, frame: Frame) -> None:
         lookups.match(connection, frame.body, self._serving(), self.now_ns)
+        self._timer_is_stale = True  # a pin runs out some time
 
     def _unpin(self, connection: Connection, frame: Frame) -> None:
         lookups.unpin(connection, frame.body, self._serving())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_type_hints
+from typing import Any, ClassVar, Final, Self, TypeVar, get_type_hints
 
 from kvstore.errors import InvalidRequest
 from kvstore.limits import DIGEST_BYTES
@@ -80,26 +80,42 @@ def digest_blob() -> Blob:
 
 
 Rule = Uint | Truth | Blob | Text
+_KINDS: Final[dict[type, type]] = {Uint: int, Truth: bool, Blob: bytes, Text: str}
 
 
-class _FieldRule(NamedTuple):
-    """What `decode` does with one field. A tuple, not a dataclass: it is unpacked for every field of every message.
+class _Rules:
+    """What `decode` does with the fields of one message class, laid out so that a good body costs little.
 
     Attributes:
-        what: name for messages, "GET.keys".
-        check: raises InvalidRequest for a value that is not allowed.
-        store: sets the field of a new message.
-        kind: type of the value; int and bytes are judged in line.
-        low, high: of the value, or of its length, which is a multiple of `unit`.
+        whats: names for messages, "GET.keys".
+        kinds: types of the values.
+        blobs: (index, least length, most length, unit) of each field of bytes.
+        uints: (index, limit) of each integer.
+        checks: judges a value; raises InvalidRequest.
+        texts: indices of text fields, which only `checks` can judge.
+        stores: sets each field of a new message.
     """
 
-    what: str
-    check: Callable[[str, Scalar], None]
-    store: Callable[[Any, Scalar], None]
-    kind: type
-    low: int
-    high: int
-    unit: int
+    __slots__ = ("blobs", "checks", "kinds", "stores", "texts", "uints", "whats")
+
+    def __init__(self, cls: type[Message], names: Sequence[str], rules: Sequence[Rule]) -> None:
+        self.whats = tuple(f"{cls.TYPE.name}.{name}" for name in names)
+        self.kinds: tuple[type, ...] = tuple(_KINDS[type(rule)] for rule in rules)
+        self.blobs = tuple(
+            (at, rule.count_min * rule.unit, rule.count_max * rule.unit, rule.unit)
+            for at, rule in enumerate(rules)
+            if isinstance(rule, Blob)
+        )
+        self.uints = tuple((at, rule.limit) for at, rule in enumerate(rules) if isinstance(rule, Uint))
+        self.texts = tuple(at for at, rule in enumerate(rules) if isinstance(rule, Text))
+        self.checks = tuple(rule.check for rule in rules)
+        # the slots' own descriptors: a frozen dataclass is filled here, before anybody has seen it
+        self.stores = tuple(getattr(cls, name).__set__ for name in names)
+
+    def judge(self, values: Sequence[Scalar]) -> None:
+        """Raises InvalidRequest for the first value that is not allowed."""
+        for check, what, value in zip(self.checks, self.whats, values, strict=False):
+            check(what, value)
 
 
 class Message:
@@ -113,7 +129,7 @@ class Message:
 
     TYPE: ClassVar[FrameType]
     _NAME: ClassVar[str]
-    _RULES: ClassVar[tuple[_FieldRule, ...]]
+    _RULES: ClassVar[_Rules]
     _VALUES: ClassVar[Callable[[Any], Any]]
 
     def encode(self) -> bytes:
@@ -129,18 +145,23 @@ class Message:
         """
         values = unpack_fields(body, what=cls._NAME)
         rules = cls._RULES
-        if len(values) < len(rules):
-            missing = rules[len(values)].what
-            raise InvalidRequest(f"{cls._NAME} has {len(values)} fields; the field {missing} is missing")
+        count = len(rules.kinds)
+        if len(values) != count:
+            if len(values) < count:
+                missing = rules.whats[len(values)]
+                raise InvalidRequest(f"{cls._NAME} has {len(values)} fields; the field {missing} is missing")
+            values = values[:count]
+        if tuple(map(type, values)) != rules.kinds or rules.texts:
+            rules.judge(values)
+        for at, low, high, unit in rules.blobs:
+            size = len(values[at])  # type: ignore[arg-type]
+            if not low <= size <= high or size % unit:
+                rules.judge(values)
+        for at, limit in rules.uints:
+            if not 0 <= values[at] <= limit:  # type: ignore[operator]
+                rules.judge(values)
         message = cls.__new__(cls)
-        for (what, check, store, kind, low, high, unit), value in zip(rules, values, strict=False):
-            # the usual kinds are accepted in line, everything else is for `check` to judge
-            if kind is bytes:
-                size = len(value) if type(value) is bytes else -1
-                if not low <= size <= high or size % unit:
-                    check(what, value)
-            elif kind is not int or type(value) is not int or not low <= value <= high:
-                check(what, value)
+        for store, value in zip(rules.stores, values, strict=True):
             store(message, value)
         message.validate()
         return message
@@ -160,7 +181,7 @@ def message(frame_type: FrameType) -> Callable[[type[M]], type[M]]:
         names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         cls.TYPE = frame_type
         cls._NAME = frame_type.name
-        cls._RULES = tuple(_field_rule(cls, name, hints[name].__metadata__[0]) for name in names)
+        cls._RULES = _Rules(cls, names, [hints[name].__metadata__[0] for name in names])
         getter = attrgetter(*names) if names else None
         if getter is None:
             cls._VALUES = staticmethod(lambda _: ())
@@ -171,18 +192,6 @@ def message(frame_type: FrameType) -> Callable[[type[M]], type[M]]:
         return cls
 
     return bind
-
-
-def _field_rule(cls: type[Message], name: str, rule: Rule) -> _FieldRule:
-    kind: type = {Uint: int, Truth: bool, Blob: bytes, Text: str}[type(rule)]
-    low, high, unit = 0, 0, 1
-    if isinstance(rule, Uint):
-        high = rule.limit
-    elif isinstance(rule, Blob):
-        low, high, unit = rule.count_min * rule.unit, rule.count_max * rule.unit, rule.unit
-    # the slot's own descriptor: a frozen dataclass is filled here, before anybody has seen it
-    store = getattr(cls, name).__set__
-    return _FieldRule(f"{cls.TYPE.name}.{name}", rule.check, store, kind, low, high, unit)
 
 
 def expect_count(

@@ -119,10 +119,10 @@ def test_damaged_bodies_are_decoded_or_refused(message: Message, data: st.DataOb
         (ErrorReply, (1, "x" * 5000, False), ("ERROR.text", "5000", "4096")),
         (ErrorReply, (1, b"bytes", False), ("ERROR.text", "b'bytes'")),
         (Offer, (KEY, KEY, bytes(4), b"", b"", 0, 0, 0, b"", b"", b"", b"", b"", 0, False), ("OFFER.block_bytes", "0")),
-        (End, ([], 0), ("END", "tuple")),
-        (End, ({}, 0), ("END", "dict")),
-        (End, (None, 0), ("END", "NoneType")),
-        (End, (1.5, 0), ("END", "float")),
+        (End, ([], 0), ("END.statuses", "()")),
+        (End, ({}, 0), ("END.statuses", "{}")),
+        (End, (None, 0), ("END.statuses", "None")),
+        (End, (1.5, 0), ("END.statuses", "1.5")),
     ],
 )
 def test_a_refusal_names_field_value_and_limit(
