@@ -28,7 +28,7 @@ def pack_fields(values: tuple[Scalar, ...]) -> bytes:
 
 
 def unpack_fields(body: bytes | bytearray | memoryview, *, what: str) -> tuple[Scalar, ...]:
-    """The fields of a message body; the caller checks their types. Raises InvalidRequest, naming `what`, for no array."""
+    """The fields of a message body; the caller checks their types. Raises InvalidRequest naming `what` for no array."""
     length = len(body)
     try:
         fields = msgpack.unpackb(
