@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvstore.server.connection import Connection
 
 _ABSENT = bytes([MissReason.ABSENT])
+_new_slice = tuple.__new__  # a third of what the constructor of a named tuple costs
 _OPEN = int(MissReason.DEADLINE)  # what an item counts as that was neither sent nor missed when the call ends
 
 
@@ -116,39 +117,43 @@ class ReadCall(Call):
         slices: list[Slice] = []
         payload: list[memoryview] = []
         sent: list[ReadyItem] = []
-        pieces = self._pieces
+        pieces, statuses = self._pieces, self._statuses
         total = 0
         while pieces and len(slices) < SLICES_PER_FRAME_MAX:
             item = pieces[0]
-            left = len(item.data) - self._cut_at
-            if slices and total + min(left, SLICE_BYTES_MAX) > FRAME_AIM_BYTES:
-                break
-            if self._cut_at or left > SLICE_BYTES_MAX:
-                one, view = self._cut(item, left)
+            view = item.data
+            length = len(view)
+            if length > SLICE_BYTES_MAX:
+                if slices:
+                    break
+                slices, payload, total = self._cut(item)
+                if self._cut_at:
+                    break  # more of this piece follows, in frames of its own
             else:
-                view = item.data
-                one = Slice(
-                    item.index,
-                    item.offset,
-                    left,
-                    0,
-                    item.last,
-                    item.content_id,
-                    item.record_bytes,
-                    item.block_bytes,
-                    item.crcs,
+                if total + length > FRAME_AIM_BYTES and slices:
+                    break
+                slices.append(
+                    _new_slice(
+                        Slice,
+                        (
+                            item.index,
+                            item.offset,
+                            length,
+                            0,
+                            item.last,
+                            item.content_id,
+                            item.record_bytes,
+                            item.block_bytes,
+                            item.crcs,
+                        ),
+                    )
                 )
-            slices.append(one)
-            if one.length_bytes:
-                payload.append(view)
-                total += one.length_bytes
-            if one.length_bytes == left:
-                self._cut_at = 0
-                sent.append(pieces.popleft())
-                if item.last:
-                    self._statuses[item.index] = 0
-            else:
-                self._cut_at += one.length_bytes
+                if length:
+                    payload.append(view)
+                    total += length
+            sent.append(pieces.popleft())
+            if item.last:
+                statuses[item.index] = 0
         self._queue(slices, payload, total, sent)
 
     def _queue(self, slices: list[Slice], payload: list[memoryview], total: int, sent: list[ReadyItem]) -> None:
@@ -164,10 +169,11 @@ class ReadCall(Call):
         )
         self._metrics.sent_bytes[connection.flow] += total
 
-    def _cut(self, item: ReadyItem, left: int) -> tuple[Slice, memoryview]:
-        """The next part of a large piece, whole checksum blocks."""
+    def _cut(self, item: ReadyItem) -> tuple[list[Slice], list[memoryview], int]:
+        """The next part of a large piece, whole checksum blocks; `_cut_at` is 0 again when it was the last."""
         block_bytes = item.block_bytes
         at = self._cut_at
+        left = len(item.data) - at
         length = min(left, SLICE_BYTES_MAX // block_bytes * block_bytes)
         first = at // block_bytes * 4
         words = -(-length // block_bytes) * 4
@@ -182,7 +188,8 @@ class ReadCall(Call):
             block_bytes=block_bytes,
             crcs=item.crcs[first : first + words],
         )
-        return one, item.data[at : at + length]
+        self._cut_at = at + length if length < left else 0
+        return [one], [item.data[at : at + length]], length
 
     def _end(self) -> None:
         metrics = self._metrics
