@@ -121,10 +121,14 @@ class KVClient:
         self.close()
 
     def _begin_session(self) -> Session:
-        """State for this process. What was copied from the parent is forgotten, its sockets left alone."""
-        counters = Counters() if self._sessions else self._counters
-        core = ClientCore(self._addresses, self.options, counters)
+        """State for this process. What was copied from the parent is forgotten, its connections left alone."""
+        inherited = list(self._sessions.values())
+        core = ClientCore(self._addresses, self.options, Counters() if inherited else self._counters)
         session = self._sessions.setdefault(core.pid, ProcessState(core, BlockingDriver(core)))
+        for old in inherited:
+            if old.pid != session.pid and self._sessions.pop(old.pid, None) is not None:
+                for link in old.core.links():
+                    link.disown()
         self._counters = session.core.counters
         return session
 

@@ -320,7 +320,7 @@ class Connection:
         return self.is_abandoned
 
     def recover(self) -> Steps:
-        """After `abandon`: drains the rest if that is little and comes soon; else the connection has to be opened anew."""
+        """After `abandon`: drains the rest if that is little and comes soon; else it has to be opened anew."""
         call_deadline_ns = self.deadline_ns
         self.deadline_ns = min(call_deadline_ns, time.monotonic_ns() + DRAIN_NS_MAX)
         left_bytes = DRAIN_BYTES_MAX

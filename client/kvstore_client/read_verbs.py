@@ -158,7 +158,7 @@ def match(
         reason=miss_of(rest[0]).reason if rest else None,
         load_seconds_estimate=_load_seconds(core, jobs, needed),
         pins=pins,
-        pinned_until_ns=asked_ns + pin_ttl_ns if pins and len(pins) >= len(jobs) else 0,
+        pinned_until_ns=asked_ns + pin_ttl_ns if _are_all_pinned(jobs, pins) else 0,
     )
 
 
@@ -261,7 +261,7 @@ def _ask_all(
 
 
 def _pins(core: ClientCore, jobs: Sequence[KeysJob[MatchReply]]) -> tuple[PinHold, ...]:
-    """The pins of all answers; none when any of them was not granted is told by their number."""
+    """The pins that were granted."""
     found = []
     for job in jobs:
         if job.failure is None:
@@ -272,6 +272,12 @@ def _pins(core: ClientCore, jobs: Sequence[KeysJob[MatchReply]]) -> tuple[PinHol
                 if answer.pinned
             ]
     return tuple(found)
+
+
+def _are_all_pinned(jobs: Sequence[KeysJob[MatchReply]], pins: Sequence[PinHold]) -> bool:
+    """Whether every target answered, and every answer granted its pin."""
+    asked = sum(len(job.answers) for job in jobs)
+    return bool(pins) and len(pins) == asked and all(job.failure is None for job in jobs)
 
 
 def _load_seconds(core: ClientCore, jobs: Sequence[KeysJob[MatchReply]], needed_bytes: int) -> float:

@@ -131,6 +131,12 @@ class TargetLink:
         while self._idle:
             self._idle.pop().close()
 
+    def disown(self) -> None:
+        """In a forked child: closes its copies of the parent's sockets, which leaves the connections as they are."""
+        self.drop_idle()
+        for connection in self._in_use:
+            connection.close()
+
     def interrupt(self) -> None:
         """Closes idle connections and wakes the calls in progress, which fail as Unavailable."""
         self.drop_idle()

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable, UnknownNamespace
-from kvstore.limits import BATCH_ITEMS_MAX, SECOND_NS, SLICE_BYTES_MAX, SLICES_PER_FRAME_MAX, WRITER_TTL_NS
-from kvstore.types.flow import FlowClass
+from kvstore.errors import DeadlineExceeded, InvalidRequest
+from kvstore.limits import BATCH_ITEMS_MAX, SECOND_NS, WRITER_TTL_NS
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import Exists, ItemStatus, Refused, RefusedReason, Stored
-from kvstore.wire.header import FrameType
-from kvstore.wire.messages import (
-    ID_BYTES,
-    End,
-    Manifest,
-    Result,
-    WriterAbort,
-    WriterCommit,
-    WriterOpen,
-    WriterOpened,
-)
-from kvstore.wire.slices import NO_CONTENT_ID, Slice, encode_slices
-from kvstore_client.assembly import OPEN, AssembledRecord, Piece
-from kvstore_client.connection import Connection, Steps
+from kvstore_client.assembly import OPEN, AssembledRecord
 from kvstore_client.core import ClientCore
-from kvstore_client.lookups import left_ns
 from kvstore_client.outcomes import refused
 from kvstore_client.planner import Keys, Section, TargetId, as_chain, choose_shards, plan_records, sections_of
 from kvstore_client.regions import Item, region_of
-from kvstore_client.rounds import Job, Verb, attempt, ensure_view
+from kvstore_client.rounds import Verb, attempt, ensure_view
 from kvstore_client.write_verbs import ChainFacts, PartFacts, check_writable_part
-
-_U32 = struct.Struct("<I")
-_GRANTED = int(ItemStatus.GRANTED)
+from kvstore_client.writer_jobs import AbortJob, CommitJob, OpenJob, RecordsJob, WriteJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +101,11 @@ def open_writer(
             raise InvalidRequest(f"a writer of {len(records)} records; open at most {BATCH_ITEMS_MAX // 4} at a time")
         state.targets[batch.target] = records
         jobs.append(
-            _OpenJob(
+            OpenJob(
                 target=batch.target,
                 flow=core.options.write_flow,
                 deadline_ns=deadline_ns,
-                state=state,
+                namespace=namespace.digest,
                 manifest=manifest,
                 keys=batch.keys,
                 records=records,
@@ -161,14 +143,14 @@ def write(
     needed = sum(length for _, _, length in spans)
     if needed != region.length_bytes:
         raise InvalidRequest(f"item {item} got {region.length_bytes} bytes, {needed} are needed at that place")
-    jobs: dict[TargetId, _WriteJob] = {}
+    jobs: dict[TargetId, WriteJob] = {}
     at = 0
     for record, start, length in spans:
         if record.status == OPEN:
             target = state.target_of(record)
             job = jobs.get(target)
             if job is None:
-                job = jobs[target] = _WriteJob(target=target, flow=core.options.write_flow, deadline_ns=deadline_ns)
+                job = jobs[target] = WriteJob(target=target, flow=core.options.write_flow, deadline_ns=deadline_ns)
             job.pieces += [(record, piece) for piece in record.add(start, region, at, length)]
             job.records.append(record)
         at += length
@@ -184,19 +166,19 @@ def commit(
     core: ClientCore, state: WriterState, *, durability: int, wait: int, deadline_ns: int
 ) -> Verb[list[Stored | Exists | Refused]]:
     """Makes all complete records visible; the others are aborted and refused."""
-    jobs: list[_CommitJob] = []
+    jobs: list[CommitJob] = []
     for target, records in state.open_records():
         complete = [record for record in records if record.is_complete]
         rest = [record for record in records if not record.is_complete]
         if rest:
-            yield [_AbortJob(core, target, rest, deadline_ns)]
+            yield [AbortJob(core, target, rest, deadline_ns)]
         for record in rest:
             record.finish(
                 int(RefusedReason.INVALID), detail=f"{record.missing_blocks} blocks were not written before the commit"
             )
         if complete:
             jobs.append(
-                _CommitJob(
+                CommitJob(
                     target=target,
                     flow=core.options.write_flow,
                     deadline_ns=deadline_ns,
@@ -216,181 +198,9 @@ def commit(
 def abort(core: ClientCore, state: WriterState, deadline_ns: int) -> Verb[None]:
     """Gives the room back. What can't be told to the node runs out by its ttl."""
     for target, records in state.open_records():
-        yield [_AbortJob(core, target, records, deadline_ns)]
+        yield [AbortJob(core, target, records, deadline_ns)]
         for record in records:
             record.finish(int(RefusedReason.INVALID), detail="the writer was aborted")
-
-
-class _RecordsJob(Job):
-    """A job about some records of a writer. Nothing is repeated on another connection once the node heard of it."""
-
-    __slots__ = ("records",)
-
-    def __init__(
-        self, *, target: TargetId, flow: FlowClass, deadline_ns: int, records: list[AssembledRecord] | None = None
-    ) -> None:
-        super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, retries_max=0)
-        self.records: list[AssembledRecord] = records or []
-
-
-class _OpenJob(_RecordsJob):
-    """WRITER_OPEN; the manifest first when the node asks for it."""
-
-    __slots__ = ("_facts", "_keys", "_kind", "_manifest", "_state", "_ttl_ns")
-
-    def __init__(
-        self,
-        *,
-        target: TargetId,
-        flow: FlowClass,
-        deadline_ns: int,
-        state: WriterState,
-        manifest: bytes,
-        keys: bytes,
-        records: list[AssembledRecord],
-        facts: ChainFacts,
-        kind: PartFacts,
-        ttl_ns: int,
-    ) -> None:
-        super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, records=records)
-        self._state = state
-        self._manifest = manifest
-        self._keys = keys
-        self._facts = facts
-        self._kind = kind
-        self._ttl_ns = ttl_ns
-
-    def run(self, connection: Connection) -> Steps:
-        """Opens all records at once."""
-        try:
-            opened = yield from connection.ask(self._request(), WriterOpened)
-            known = RefusedReason.UNKNOWN_NAMESPACE not in opened.statuses
-        except UnknownNamespace:
-            known = False
-        if not known:
-            yield from connection.ask(Manifest(manifest=self._manifest), End)
-            opened = yield from connection.ask(self._request(), WriterOpened)
-        count = len(self.records)
-        if len(opened.statuses) != count or len(opened.writer_ids) != 4 * count:
-            raise Unavailable(f"node at {connection.address} opened {len(opened.statuses)} of {count} writers")
-        details = opened.details.split("\n") if opened.details else []
-        for at, record in enumerate(self.records):
-            (record.writer_id,) = _U32.unpack_from(opened.writer_ids, 4 * at)
-            if opened.statuses[at] != _GRANTED:
-                record.finish(opened.statuses[at], detail=details[at] if at < len(details) else "")
-
-    def _request(self) -> WriterOpen:
-        facts, items = self._facts, [record.item for record in self.records]
-        return WriterOpen(
-            namespace=self._state.namespace.digest,
-            keys=self._keys,
-            lengths=_pack([record.length_bytes for record in self.records]),
-            block_bytes=_pack([self._kind.block_bytes]),
-            deadline_ns=left_ns(self),
-            ttl_ns=self._ttl_ns,
-            run_heads=b"".join([facts.run_head(item) for item in items]),
-            parents=b"".join([facts.parent(item) for item in items]),
-            positions=b"" if facts.first_position is None else _pack([facts.position(item) for item in items]),
-            parts=bytes([self._kind.code]) * len(items) if self._kind.code else b"",
-            volatile_ttl_ns=self._kind.volatile_ttl_ns,
-        )
-
-
-class _WriteJob(_RecordsJob):
-    """WRITER_WRITE frames of about SLICE_BYTES_MAX, one after the other."""
-
-    __slots__ = ("pieces",)
-
-    def __init__(self, *, target: TargetId, flow: FlowClass, deadline_ns: int) -> None:
-        super().__init__(target=target, flow=flow, deadline_ns=deadline_ns)
-        self.pieces: list[tuple[AssembledRecord, Piece]] = []
-
-    def run(self, connection: Connection) -> Steps:
-        """Sends each frame from the caller's memory and waits until the node has it."""
-        for group in _frames(self.pieces):
-            slices = [
-                Slice(
-                    record.writer_id,
-                    piece.offset,
-                    piece.length_bytes,
-                    0,
-                    False,
-                    NO_CONTENT_ID,
-                    record.length_bytes,
-                    record.block_bytes,
-                    piece.crcs,
-                )
-                for record, piece in group
-            ]
-            yield from connection.start_raw(
-                FrameType.WRITER_WRITE,
-                encode_slices(slices),
-                flags=len(slices),
-                payload=[view for _, piece in group for view in piece.views],
-                payload_bytes=sum(piece.length_bytes for _, piece in group),
-            )
-            frames = yield from connection.receive()
-            connection.decode(End, frames[0])
-
-
-class _CommitJob(_RecordsJob):
-    """WRITER_COMMIT and its results."""
-
-    __slots__ = ("_durability", "_wait")
-
-    def __init__(
-        self,
-        *,
-        target: TargetId,
-        flow: FlowClass,
-        deadline_ns: int,
-        records: list[AssembledRecord],
-        durability: int,
-        wait: int,
-    ) -> None:
-        super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, records=records)
-        self._durability = durability
-        self._wait = wait
-
-    def run(self, connection: Connection) -> Steps:
-        """Commits all records at once."""
-        records = self.records
-        message = WriterCommit(
-            writer_ids=_pack([record.writer_id for record in records]),
-            crc_tables=b"".join([record.crc_table for record in records]),
-            deadline_ns=left_ns(self),
-            durability=self._durability,
-            wait=self._wait,
-        )
-        yield from connection.start(message)
-        while True:
-            for frame in (yield from connection.receive()):
-                if frame.type is not FrameType.RESULT:
-                    connection.decode(End, frame)
-                    return
-                result = connection.decode(Result, frame)
-                details = result.details.split("\n") if result.details else []
-                for index, (at,) in enumerate(_U32.iter_unpack(result.items)):
-                    if at >= len(records):
-                        raise Unavailable(f"node at {connection.address} told the outcome of writer {at}")
-                    records[at].finish(
-                        result.statuses[index],
-                        content_id=result.content_ids[index * ID_BYTES : (index + 1) * ID_BYTES] or NO_CONTENT_ID,
-                        detail=details[index] if index < len(details) else "",
-                    )
-
-
-class _AbortJob(_RecordsJob):
-    """WRITER_ABORT."""
-
-    __slots__ = ()
-
-    def __init__(self, core: ClientCore, target: TargetId, records: list[AssembledRecord], deadline_ns: int) -> None:
-        super().__init__(target=target, flow=core.options.write_flow, deadline_ns=deadline_ns, records=records)
-
-    def run(self, connection: Connection) -> Steps:
-        """Tells the node to forget the records."""
-        yield from connection.ask(WriterAbort(writer_ids=_pack([record.writer_id for record in self.records])), End)
 
 
 def _spans(
@@ -429,20 +239,6 @@ def _stretch(records: Sequence[AssembledRecord], offset: int, length: int) -> li
     return found
 
 
-def _frames(pieces: Sequence[tuple[AssembledRecord, Piece]]) -> Iterator[list[tuple[AssembledRecord, Piece]]]:
-    """Pieces in groups that fit one frame."""
-    group: list[tuple[AssembledRecord, Piece]] = []
-    total = 0
-    for one in pieces:
-        if group and (total + one[1].length_bytes > SLICE_BYTES_MAX or len(group) == SLICES_PER_FRAME_MAX):
-            yield group
-            group, total = [], 0
-        group.append(one)
-        total += one[1].length_bytes
-    if group:
-        yield group
-
-
 def _lengths(
     layout: KVLayout, sections: Sequence[Section], lengths: Sequence[int] | None, count: int
 ) -> list[list[int]]:
@@ -459,7 +255,7 @@ def _lengths(
     return [list(lengths)] if len(sizes) == 1 else [[size] * count for size in sizes]
 
 
-def _fail_forgotten(core: ClientCore, jobs: Sequence[_RecordsJob]) -> None:
+def _fail_forgotten(core: ClientCore, jobs: Sequence[RecordsJob]) -> None:
     """Refuses records whose target was started again: it has forgotten them."""
     for job in jobs:
         boot_count = core.link(job.target).boot_count
@@ -468,11 +264,11 @@ def _fail_forgotten(core: ClientCore, jobs: Sequence[_RecordsJob]) -> None:
                 int(RefusedReason.OVERLOADED), detail="the node was started again and has forgotten the writer"
             )
             job.records.remove(record)
-        if isinstance(job, _WriteJob):
+        if isinstance(job, WriteJob):
             job.pieces = [(record, piece) for record, piece in job.pieces if record.status == OPEN]
 
 
-def _close_failed(job: _RecordsJob, records: Sequence[AssembledRecord], *, committed: bool = False) -> None:
+def _close_failed(job: RecordsJob, records: Sequence[AssembledRecord], *, committed: bool = False) -> None:
     """Refuses what a failed job left open. Raises InvalidRequest when the node called the request wrong."""
     failure = job.failure
     if failure is None:
@@ -502,7 +298,3 @@ def _result(records: Sequence[AssembledRecord]) -> Stored | Exists | Refused:
     if not stored:
         return Exists()
     return Stored(durable=durable, content_id=b"".join([record.content_id for record in records]))
-
-
-def _pack(numbers: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(numbers)}I", *numbers)

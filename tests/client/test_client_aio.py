@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import threading
 
 import pytest
 
-from kvstore.errors import Closed, InvalidRequest, Unavailable
+from kvstore.errors import Closed, ForkedClient, InvalidRequest, Unavailable
 from kvstore.types.results import MissReason
 from kvstore.wire.header import FrameType
 from kvstore_client import AsyncKVClient, Exists, Hit, Miss, Stored
@@ -192,5 +193,26 @@ def test_deadlines_breaks_and_restarts(node, opaque) -> None:
             assert set(await ns.get_into(keys, [bytearray(SIZE)] * 4)) == {Miss(MissReason.UNAVAILABLE)}
         with pytest.raises(Unavailable):
             await AsyncKVClient.connect(node.address)
+
+    asyncio.run(work())
+
+
+def test_a_forked_child_is_told_at_once(node, opaque) -> None:
+    async def work() -> None:
+        async with await AsyncKVClient.connect(node.address) as client:
+            ns = client.namespace(opaque)
+            keys = ns.keys(TOKENS)
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    await ns.contains(keys)
+                except ForkedClient:
+                    code = 0
+                finally:
+                    os._exit(code)
+            _, status = os.waitpid(pid, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
+            assert await ns.contains(keys) == [False] * 4
 
     asyncio.run(work())

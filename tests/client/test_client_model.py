@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from kvstore.errors import KVStoreError
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import MissReason, RefusedReason
@@ -122,7 +124,8 @@ class ClientModel(RuleBasedStateMachine):
         def script(link: Any, frame: Any) -> bool:
             if dice.random() < 0.3:
                 if dice.random() < 0.5:
-                    link.answer(frame)
+                    with suppress(KVStoreError):
+                        link.answer(frame)
                 link.kill()
                 return True
             return False
@@ -146,7 +149,8 @@ class ClientModel(RuleBasedStateMachine):
             assert stats["lookup_keys_hit"] <= stats["lookup_keys_asked"]
 
 
-@pytest.mark.parametrize("rounds", [pytest.param(25), pytest.param(400, marks=pytest.mark.nightly)])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("rounds", [pytest.param(25), pytest.param(300, marks=pytest.mark.nightly)])
 def test_the_client_agrees_with_a_dict(node: Any, rounds: int) -> None:
     class Bound(ClientModel):
         pass

@@ -292,6 +292,12 @@ def test_match_pins_and_gives_back(client, node, opaque) -> None:
     with ns.match(keys) as found:
         assert found.chunks == 3
         assert not found.pinned
+    node.pinning = True
+    with ns.match(keys, pin_ttl=0.001) as found:
+        assert found.chunks == 3
+        while found.pinned:
+            pass
+    assert client.stats()["pins_lost"] == 1
 
 
 def test_the_prefix_never_crosses_a_hole_and_pending_is_told(client, node, opaque) -> None:

@@ -1,0 +1,214 @@
+"""The jobs of a layer-wise writer: open, write, commit and abort, each about the records of one target."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+
+from kvstore.errors import Unavailable, UnknownNamespace
+from kvstore.limits import SLICE_BYTES_MAX, SLICES_PER_FRAME_MAX
+from kvstore.types.flow import FlowClass
+from kvstore.types.results import ItemStatus, RefusedReason
+from kvstore.wire.header import FrameType
+from kvstore.wire.messages import ID_BYTES, End, Manifest, Result, WriterAbort, WriterCommit, WriterOpen, WriterOpened
+from kvstore.wire.slices import NO_CONTENT_ID, Slice, encode_slices
+from kvstore_client.assembly import AssembledRecord, Piece
+from kvstore_client.connection import Connection, Steps
+from kvstore_client.core import ClientCore
+from kvstore_client.lookups import left_ns
+from kvstore_client.planner import TargetId
+from kvstore_client.rounds import Job
+from kvstore_client.write_verbs import ChainFacts, PartFacts
+
+_U32 = struct.Struct("<I")
+_GRANTED = int(ItemStatus.GRANTED)
+
+
+class RecordsJob(Job):
+    """A job about some records of a writer. Nothing is repeated on another connection once the node heard of it."""
+
+    __slots__ = ("records",)
+
+    def __init__(
+        self, *, target: TargetId, flow: FlowClass, deadline_ns: int, records: list[AssembledRecord] | None = None
+    ) -> None:
+        super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, retries_max=0)
+        self.records: list[AssembledRecord] = records or []
+
+
+class OpenJob(RecordsJob):
+    """WRITER_OPEN; the manifest first when the node asks for it."""
+
+    __slots__ = ("_facts", "_keys", "_kind", "_manifest", "_namespace", "_ttl_ns")
+
+    def __init__(
+        self,
+        *,
+        target: TargetId,
+        flow: FlowClass,
+        deadline_ns: int,
+        namespace: bytes,
+        manifest: bytes,
+        keys: bytes,
+        records: list[AssembledRecord],
+        facts: ChainFacts,
+        kind: PartFacts,
+        ttl_ns: int,
+    ) -> None:
+        super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, records=records)
+        self._namespace = namespace
+        self._manifest = manifest
+        self._keys = keys
+        self._facts = facts
+        self._kind = kind
+        self._ttl_ns = ttl_ns
+
+    def run(self, connection: Connection) -> Steps:
+        """Opens all records at once."""
+        try:
+            opened = yield from connection.ask(self._request(), WriterOpened)
+            known = RefusedReason.UNKNOWN_NAMESPACE not in opened.statuses
+        except UnknownNamespace:
+            known = False
+        if not known:
+            yield from connection.ask(Manifest(manifest=self._manifest), End)
+            opened = yield from connection.ask(self._request(), WriterOpened)
+        count = len(self.records)
+        if len(opened.statuses) != count or len(opened.writer_ids) != 4 * count:
+            raise Unavailable(f"node at {connection.address} opened {len(opened.statuses)} of {count} writers")
+        details = opened.details.split("\n") if opened.details else []
+        for at, record in enumerate(self.records):
+            (record.writer_id,) = _U32.unpack_from(opened.writer_ids, 4 * at)
+            if opened.statuses[at] != _GRANTED:
+                record.finish(opened.statuses[at], detail=details[at] if at < len(details) else "")
+
+    def _request(self) -> WriterOpen:
+        facts, items = self._facts, [record.item for record in self.records]
+        return WriterOpen(
+            namespace=self._namespace,
+            keys=self._keys,
+            lengths=_pack([record.length_bytes for record in self.records]),
+            block_bytes=_pack([self._kind.block_bytes]),
+            deadline_ns=left_ns(self),
+            ttl_ns=self._ttl_ns,
+            run_heads=b"".join([facts.run_head(item) for item in items]),
+            parents=b"".join([facts.parent(item) for item in items]),
+            positions=b"" if facts.first_position is None else _pack([facts.position(item) for item in items]),
+            parts=bytes([self._kind.code]) * len(items) if self._kind.code else b"",
+            volatile_ttl_ns=self._kind.volatile_ttl_ns,
+        )
+
+
+class WriteJob(RecordsJob):
+    """WRITER_WRITE frames of about SLICE_BYTES_MAX, one after the other."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, *, target: TargetId, flow: FlowClass, deadline_ns: int) -> None:
+        super().__init__(target=target, flow=flow, deadline_ns=deadline_ns)
+        self.pieces: list[tuple[AssembledRecord, Piece]] = []
+
+    def run(self, connection: Connection) -> Steps:
+        """Sends each frame from the caller's memory and waits until the node has it."""
+        for group in _frames(self.pieces):
+            slices = [
+                Slice(
+                    record.writer_id,
+                    piece.offset,
+                    piece.length_bytes,
+                    0,
+                    False,
+                    NO_CONTENT_ID,
+                    record.length_bytes,
+                    record.block_bytes,
+                    piece.crcs,
+                )
+                for record, piece in group
+            ]
+            yield from connection.start_raw(
+                FrameType.WRITER_WRITE,
+                encode_slices(slices),
+                flags=len(slices),
+                payload=[view for _, piece in group for view in piece.views],
+                payload_bytes=sum(piece.length_bytes for _, piece in group),
+            )
+            frames = yield from connection.receive()
+            connection.decode(End, frames[0])
+
+
+class CommitJob(RecordsJob):
+    """WRITER_COMMIT and its results."""
+
+    __slots__ = ("_durability", "_wait")
+
+    def __init__(
+        self,
+        *,
+        target: TargetId,
+        flow: FlowClass,
+        deadline_ns: int,
+        records: list[AssembledRecord],
+        durability: int,
+        wait: int,
+    ) -> None:
+        super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, records=records)
+        self._durability = durability
+        self._wait = wait
+
+    def run(self, connection: Connection) -> Steps:
+        """Commits all records at once."""
+        records = self.records
+        message = WriterCommit(
+            writer_ids=_pack([record.writer_id for record in records]),
+            crc_tables=b"".join([record.crc_table for record in records]),
+            deadline_ns=left_ns(self),
+            durability=self._durability,
+            wait=self._wait,
+        )
+        yield from connection.start(message)
+        while True:
+            for frame in (yield from connection.receive()):
+                if frame.type is not FrameType.RESULT:
+                    connection.decode(End, frame)
+                    return
+                result = connection.decode(Result, frame)
+                details = result.details.split("\n") if result.details else []
+                for index, (at,) in enumerate(_U32.iter_unpack(result.items)):
+                    if at >= len(records):
+                        raise Unavailable(f"node at {connection.address} told the outcome of writer {at}")
+                    records[at].finish(
+                        result.statuses[index],
+                        content_id=result.content_ids[index * ID_BYTES : (index + 1) * ID_BYTES] or NO_CONTENT_ID,
+                        detail=details[index] if index < len(details) else "",
+                    )
+
+
+class AbortJob(RecordsJob):
+    """WRITER_ABORT."""
+
+    __slots__ = ()
+
+    def __init__(self, core: ClientCore, target: TargetId, records: list[AssembledRecord], deadline_ns: int) -> None:
+        super().__init__(target=target, flow=core.options.write_flow, deadline_ns=deadline_ns, records=records)
+
+    def run(self, connection: Connection) -> Steps:
+        """Tells the node to forget the records."""
+        yield from connection.ask(WriterAbort(writer_ids=_pack([record.writer_id for record in self.records])), End)
+
+
+def _frames(pieces: Sequence[tuple[AssembledRecord, Piece]]) -> Iterator[list[tuple[AssembledRecord, Piece]]]:
+    """Pieces in groups that fit one frame."""
+    group: list[tuple[AssembledRecord, Piece]] = []
+    total = 0
+    for one in pieces:
+        if group and (total + one[1].length_bytes > SLICE_BYTES_MAX or len(group) == SLICES_PER_FRAME_MAX):
+            yield group
+            group, total = [], 0
+        group.append(one)
+        total += one[1].length_bytes
+    if group:
+        yield group
+
+
+def _pack(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}I", *numbers)
