@@ -45,10 +45,23 @@ class Append:
         piece: the padded payload, right behind the header in memory; None once let go, and for no bytes.
         power: sync the drive before the commit is logged, and after.
         moving: a copy of a victim's record.
+        fixed: its bytes go to the drive as they come, so it cannot be tried in another place.
         target, page: where it goes, once placed.
     """
 
-    __slots__ = ("attempts", "flow", "header", "header_pages", "moving", "page", "pages", "piece", "power", "target")
+    __slots__ = (
+        "attempts",
+        "fixed",
+        "flow",
+        "header",
+        "header_pages",
+        "moving",
+        "page",
+        "pages",
+        "piece",
+        "power",
+        "target",
+    )
 
     def __init__(self, *, header_pages: int, pages: int, flow: FlowClass) -> None:
         self.header_pages = header_pages
@@ -58,6 +71,7 @@ class Append:
         self.piece: Piece | None = None
         self.power = False
         self.moving = False
+        self.fixed = False
         self.attempts = 0
         self.target: OpenSegment | None = None
         self.page = 0
@@ -284,13 +298,14 @@ class Put(Ticket):
         self.received = True
         if on_received is not None:
             on_received()
-        self._writer.append(self)
+        self._writer.appender.append(self)
 
-    def abort(self) -> None:
+    def abort(self, *, orphaned: bool = False) -> None:
         """See `api.PutTicket.abort`."""
         if self.received:
             return
         if not self.ended:
+            self._writer.metrics.orphan_puts += orphaned
             self._writer.end(self, Refused(RefusedReason.DEADLINE, "the put was given up by its owner"))
         self.buffer = None
         self.let_go()

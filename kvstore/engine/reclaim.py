@@ -12,6 +12,7 @@ import numpy as np
 
 from kvstore.device.base import IoKind, IoOp
 from kvstore.engine.allocator import Allocator
+from kvstore.engine.appender import Appender
 from kvstore.engine.arena import Arena, Piece
 from kvstore.engine.blocking import pages
 from kvstore.engine.format import Entries, entry_spaces
@@ -23,7 +24,7 @@ from kvstore.engine.put import Append
 from kvstore.engine.sealed import read_index
 from kvstore.engine.segment import SegmentState, SegmentTable, namespace_key
 from kvstore.engine.soundness import why_unsound
-from kvstore.engine.writer import MemorySide, Writer
+from kvstore.engine.writer import MemorySide
 from kvstore.limits import DEVICE_IO_BYTES_MAX, MOVES_IN_FLIGHT_MAX, PAGE_BYTES
 from kvstore.telemetry.metrics import EngineMetrics
 from kvstore.types.flow import FlowClass
@@ -101,7 +102,7 @@ class Reclaimer:
         arena: Arena,
         allocator: Allocator,
         ledger: Ledger,
-        writer: Writer,
+        appender: Appender,
         memory: MemorySide,
         budget: WriteBudget,
         metrics: EngineMetrics,
@@ -111,7 +112,7 @@ class Reclaimer:
         self._allocator = allocator
         self._table: SegmentTable = allocator.table
         self._ledger = ledger
-        self._writer = writer
+        self._appender = appender
         self._memory = memory
         self.budget = budget
         self._metrics = metrics
@@ -208,7 +209,7 @@ class Reclaimer:
         def begin(resume: Callable[[bool], None]) -> None:
             move = Move(entry, location, ledger=self._ledger, metrics=self._metrics, on_end=resume)
             move.take(piece)
-            self._writer.append(move)
+            self._appender.append(move)
 
         return begin
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvstore.device.base import Device, IoOp
 from kvstore.engine.allocator import Allocator
+from kvstore.engine.appender import Appender
 from kvstore.engine.arena import Arena
 from kvstore.engine.blocking import BlockingIo
 from kvstore.engine.catalog import Catalog
@@ -92,7 +93,7 @@ class Store:
     """The records of one drive. Made by recovery (it waits for the drive), then driven by `poll` (which never does).
 
     Attributes:
-        superblock, table, allocator, namespaces, ledger, log, writer, reclaimer,
+        superblock, table, allocator, namespaces, ledger, log, appender, writer, reclaimer,
             scrubber: its parts.
         recovered: what the start found.
     """
@@ -156,16 +157,23 @@ class Store:
         self.ledger.attach(self.log)
         self._sealer = Sealer(queue=queue, allocator=self.allocator, superblock=superblock, metrics=metrics)
         budget = WriteBudget(amplification_max=amplification_max, saved_bytes_max=superblock.segment_bytes)
-        self.writer = Writer(
+        self.appender = Appender(
             queue=queue,
             syncer=self._syncer,
             arena=arena,
             allocator=self.allocator,
             ledger=self.ledger,
             superblock=superblock,
-            memory=memory,
             metrics=metrics,
             on_closed=self._seal,
+        )
+        self.writer = Writer(
+            appender=self.appender,
+            arena=arena,
+            ledger=self.ledger,
+            superblock=superblock,
+            memory=memory,
+            metrics=metrics,
             on_user_bytes=budget.wrote,
         )
         self.reclaimer = Reclaimer(
@@ -173,7 +181,7 @@ class Store:
             arena=arena,
             allocator=self.allocator,
             ledger=self.ledger,
-            writer=self.writer,
+            appender=self.appender,
             memory=memory,
             budget=budget,
             metrics=metrics,
@@ -265,7 +273,7 @@ class Store:
         self.allocator.spare_pages = self._spare_pages()
         if not self.reclaimer.running:  # it manages that room while it runs
             self.allocator.keep_spare_room()
-        self.writer.pump()
+        self.appender.pump()
         self.writer.grant_waiting()
         self._make_room()
         self.scrubber.poll(now_ns)
@@ -282,8 +290,8 @@ class Store:
     def idle(self) -> bool:
         """Nothing is on its way to the drive."""
         return (
-            not self.writer.backlog
-            and not self.writer.in_flight
+            not self.appender.backlog
+            and not self.appender.in_flight
             and self.log.idle
             and not self.reclaimer.running
             and not self.allocator.closing
@@ -297,7 +305,7 @@ class Store:
         if self.reclaimer.running:
             return
         allocator = self.allocator
-        if self.writer.needs_room and allocator.crowded and allocator.closing[0].outstanding:
+        if self.appender.needs_room and allocator.crowded and allocator.closing[0].outstanding:
             self.writer.end_writers_of(allocator.closing[0])
         if allocator.over:
             allocator.shrink()
@@ -306,7 +314,7 @@ class Store:
             victim = self.ledger.most_buried()
         if victim is None and (allocator.over or self._room_is_short()):
             victim = self.reclaimer.choose()
-            if victim is None and self.writer.needs_room:
+            if victim is None and self.appender.needs_room:
                 self._make_a_candidate()
         if victim is not None:
             start(self.reclaimer.evict(victim))
@@ -317,7 +325,7 @@ class Store:
             return False
         if any(target.outstanding == 0 for target in self.allocator.closing):
             return False  # it is being sealed, and may be colder than all that are
-        return self.writer.needs_room or self.allocator.open_room_pages() <= self._spare_pages()
+        return self.appender.needs_room or self.allocator.open_room_pages() <= self._spare_pages()
 
     def _spare_pages(self) -> int:
         """Room that eviction finds in the open segment for what it keeps."""
@@ -331,7 +339,7 @@ class Store:
     def _make_a_candidate(self) -> None:
         """Records wait for room and nothing can be evicted: the open segment can, once sealed; else refuse them."""
         allocator = self.allocator
-        if allocator.closing or self.writer.in_flight or not self.log.idle:
+        if allocator.closing or self.appender.in_flight or not self.log.idle:
             return  # something in progress may help
         target = allocator.open
         if target is not None and not self.reclaimer.avoid:

@@ -47,6 +47,7 @@ class StreamingPut(Ticket):
 
     def __init__(self, writer: Writer, spec: PutSpec) -> None:
         super().__init__(writer, spec)
+        self.fixed = True
         self.buffer: memoryview | None = None
         self._edges: dict[int, _Edge] = {}
         self._lent: dict[int, Piece] = {}
@@ -165,9 +166,9 @@ class StreamingPut(Ticket):
     def _send(self, page: int, buffers: list[memoryview], piece: Piece | None) -> None:
         assert self.target is not None
         self._writing += 1
-        at = self._writer.allocator.table.offset(self.target.segment, self.page + self.header_pages + page)
+        at = self._writer.appender.allocator.table.offset(self.target.segment, self.page + self.header_pages + page)
         op = IoOp(IoKind.WRITE, at, buffers, flow=self.flow, owner=partial(self._sent, piece))
-        self._writer.queue.submit(op)
+        self._writer.appender.queue.submit(op)
 
     def _sent(self, piece: Piece | None, op: IoOp) -> None:
         self._writing -= 1
@@ -215,20 +216,20 @@ class StreamingPut(Ticket):
     def _finish(self) -> None:
         """All slices are on the drive: write the header, then the commit record."""
         if self._error is not None:
-            self._writer.written(self, self._error)
+            self._writer.appender.written(self, self._error)
             return
         assert self.header is not None
         assert self.target is not None
         self.make_header(self.header.view)
         self.place_header()
-        at = self._writer.allocator.table.offset(self.target.segment, self.page)
-        self._writer.queue.submit(
+        at = self._writer.appender.allocator.table.offset(self.target.segment, self.page)
+        self._writer.appender.queue.submit(
             IoOp(
                 IoKind.WRITE,
                 at,
                 [self.header.view],
                 flow=self.flow,
-                owner=lambda op: self._writer.written(self, op.error),
+                owner=lambda op: self._writer.appender.written(self, op.error),
             )
         )
 
@@ -244,11 +245,12 @@ class StreamingPut(Ticket):
         else:
             self._give_up()
 
-    def abort(self) -> None:
+    def abort(self, *, orphaned: bool = False) -> None:
         """See `api.PutTicket.abort`."""
         if self._committed:
             return
         if not self.ended:
+            self._writer.metrics.orphan_puts += orphaned
             self._writer.end(self, Refused(RefusedReason.DEADLINE, "the writer was given up by its owner"))
             self._give_up()
         self._take_back()
@@ -272,4 +274,4 @@ class StreamingPut(Ticket):
         """Let the segment go on without this record, once no write of it is in flight."""
         target, self.target = self.target, None
         if target is not None:
-            self._writer.left(target)
+            self._writer.appender.left(target)

@@ -20,13 +20,13 @@ from kvstore.engine.location import U64, location_page, location_pages, location
 from kvstore.engine.namespaces import index_key, index_keys
 from kvstore.engine.put import Outcome, Ticket
 from kvstore.engine.store import Store
-from kvstore.limits import MS_NS, MiB, PAGE_BYTES
+from kvstore.limits import MS_NS, PAGE_BYTES, MiB
 from kvstore.telemetry.metrics import EngineMetrics
 from kvstore.types.checksum import crc_table
 from kvstore.types.flow import FlowClass
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
-from kvstore.types.results import Exists, Refused, RefusedReason
+from kvstore.types.results import Exists, Refused
 
 POLLS_MAX = 20_000
 DEADLINE_NS = 1 << 60
@@ -61,7 +61,7 @@ class NoCache:
         self.removed_count += len(keys)
 
 
-def test_manifest(name: str = "rig") -> bytes:
+def rig_manifest(name: str) -> bytes:
     """The manifest of a namespace of plain bytes."""
     layout = KVLayout.opaque(chunk_bytes=1 * MiB)
     return Namespace(tenant="default", model=f"test/{name}", weights="sha256:0", layout=layout).manifest()
@@ -98,9 +98,7 @@ class StoreRig:
     ) -> None:
         self.device = device
         self.now_ns = now_ns
-        self.superblock = prepare_drive(
-            device, name="rig", capacity_bytes=capacity_bytes, segment_bytes=segment_bytes
-        )
+        self.superblock = prepare_drive(device, name="rig", capacity_bytes=capacity_bytes, segment_bytes=segment_bytes)
         self.arena = Arena(arena_bytes, prefault=False, huge_pages=False)
         self.catalog = Catalog(entries_max=entries_max, segment_count=self.superblock.segment_count, seed=1)
         self.memory = NoCache()
@@ -141,7 +139,7 @@ class StoreRig:
     # --- verbs ----------------------------------------------------------------------------------------------------
     def namespace(self, name: str = "rig") -> NamespaceRef:
         """Register a namespace."""
-        return self.ledger.add_namespace(test_manifest(name))
+        return self.ledger.add_namespace(rig_manifest(name))
 
     def begin_put(
         self,
@@ -268,6 +266,3 @@ def _payload_sound(data: memoryview, header_pages: int, payload_bytes: int, tabl
     assert header is not None
     start = header_pages * PAGE_BYTES
     return crc_table(data[start : start + payload_bytes], header.block_bytes) == table
-
-
-NO_SPACE = RefusedReason.NO_SPACE

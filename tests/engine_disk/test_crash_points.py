@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kvstore.device.memory import MemoryDevice
+from kvstore.engine import job
 from kvstore.engine.api import Durability, NamespaceRef, PutSpec, PutTicket
 from kvstore.engine.location import U64
-from kvstore.engine.job import start
 from kvstore.engine.namespaces import index_key, index_keys
 from kvstore.limits import KiB, MiB
 from kvstore.testing.faulty_device import FaultyDevice, Survival
@@ -26,6 +27,7 @@ from kvstore.types.results import Exists, Refused, Stored
 KEYS = 120
 BLOCK = 4 * KiB
 ABSENT = b"<absent>"
+KEY_LIST = [random.Random(number).randbytes(32) for number in range(KEYS)]
 
 
 class Model:
@@ -33,6 +35,7 @@ class Model:
 
     def __init__(self, *, power_cut: bool) -> None:
         self.possible: dict[bytes, set[bytes]] = {}
+        self.was_there: set[tuple[bytes, bytes]] = set()
         self.power_cut = power_cut
         self.busy: set[bytes] = set()
 
@@ -45,6 +48,7 @@ class Model:
 
     def stored(self, key: bytes, payload: bytes, durability: Durability) -> None:
         self.busy.discard(key)
+        self.was_there.add((key, payload))
         if self.power_cut and durability is Durability.COMMIT:
             return  # it may be gone after a power cut, and what it replaced may be back, unless that was deleted
         self.possible[key] = {payload}
@@ -70,25 +74,38 @@ class Model:
     def observe(self, key: bytes, found: bytes | None) -> None:
         value = ABSENT if found is None else found
         assert value in self.of(key), f"key {key.hex()[:8]} has a value that it never may have"
+        if found is not None:
+            self.was_there.add((key, found))
+
+    def narrow(self, key: bytes, found: bytes | None) -> None:
+        """Nothing is in progress, and this is what is there.
+
+        A record that was evicted may be back after a crash, if eviction had left an older copy of it: those are the
+        right bytes. One that was never complete, or was deleted, may not.
+        """
+        if found is not None:
+            self.possible[key] = {found}
+        else:
+            self.possible[key] = {ABSENT} | {value for value in self.of(key) if (key, value) in self.was_there}
 
 
 class Load:
     """Random verbs against a rig, told to the model."""
 
-    def __init__(self, rig: StoreRig, ref: NamespaceRef, model: Model, rng: random.Random) -> None:
+    def __init__(self, rig: CrashRig, ref: NamespaceRef, model: Model, rng: random.Random) -> None:
         self.rig = rig
         self.ref = ref
         self.model = model
         self.rng = rng
-        self.key_of16 = {index_key(ref, key): key for key in keys()}
+        self.key_of16 = {index_key(ref, key): key for key in KEY_LIST}
         rig.memory.removed = self.removed  # type: ignore[method-assign]
 
-    def removed(self, gone: U64, locations: U64) -> None:
-        for pair in gone:
+    def removed(self, keys: U64, locations: U64) -> None:
+        for pair in keys:
             self.model.evicted(self.key_of16[pair.tobytes()])
 
     def step(self) -> None:
-        key = self.rng.choice(keys())
+        key = self.rng.choice(KEY_LIST)
         if key in self.model.busy:
             return
         kind = self.rng.random()
@@ -108,7 +125,7 @@ class Load:
     def roll(self) -> None:
         """Go on in another segment, as if this one were full."""
         if self.rig.store.allocator.free_count() > 1:
-            self.rig.store.writer.open_segment()
+            self.rig.store.appender.open_segment()
 
     def evict(self) -> None:
         """Evict a segment, as if room were short; what was touched lately is written again."""
@@ -117,9 +134,9 @@ class Load:
         if victim is None or reclaimer.running:
             return
         self.rig.ledger.tick += 1
-        touched = b"".join(self.rng.sample(keys(), KEYS // 2))
+        touched = b"".join(self.rng.sample(KEY_LIST, KEYS // 2))
         self.rig.catalog.touch_keys(index_keys(self.ref, touched), self.rig.ledger.tick)
-        start(reclaimer.evict(victim))
+        job.start(reclaimer.evict(victim))
 
     def put(self, key: bytes) -> None:
         payload = self.rng.randbytes(self.rng.choice((0, 1, 4096, 20_000, 60_000)))
@@ -130,7 +147,7 @@ class Load:
         result = self.rig.begin_put(self.ref, key, payload, block_bytes=BLOCK, durability=durability)
         self.when(result.outcomes, key, payload, durability)
 
-    def when(self, outcomes: list[object], key: bytes, payload: bytes, durability: Durability) -> None:
+    def when(self, outcomes: list[Any], key: bytes, payload: bytes, durability: Durability) -> None:
         """Tell the model as soon as the outcome is there: it may be already, or `append` brings it."""
         model = self.model
 
@@ -204,7 +221,7 @@ class CrashRig(StoreRig):
     """Its listeners hear of outcomes after each turn."""
 
     def __init__(self, device: FaultyDevice, **options: object) -> None:
-        self.listeners: list[tuple[list[object], list[object]]] = []
+        self.listeners: list[tuple[list[Any], list[Any]]] = []
         super().__init__(device, **options)  # type: ignore[arg-type]
 
     def poll(self) -> None:
@@ -228,30 +245,17 @@ def calm(rig: CrashRig, load: Load, rng: random.Random) -> None:
     rig.store._syncer.sync(synced.append)
     rig.settle(lambda: bool(synced))
     rig.poll()
-    for key in keys():
+    for key in KEY_LIST:
         found = rig.get(load.ref, key)
         load.model.observe(key, found)
-        load.model.possible[key] = {ABSENT if found is None else found}
-
-
-def keys() -> list[bytes]:
-    return _KEYS
-
-
-def make_keys() -> list[bytes]:
-    return [random.Random(number).randbytes(32) for number in range(KEYS)]
-
-
-_KEYS = make_keys()
+        load.model.narrow(key, found)
 
 
 def crash_run(seed: int, survival: Survival, *, crashes: int) -> int:
     """Answers how many records were found in all."""
     rng = random.Random(seed)
     power_cut = survival is not Survival.ALL
-    device = FaultyDevice(
-        MemoryDevice(size_bytes=6 * MiB), seed=seed, shuffle=True, remember_unsynced=power_cut
-    )
+    device = FaultyDevice(MemoryDevice(size_bytes=6 * MiB), seed=seed, shuffle=True, remember_unsynced=power_cut)
     rig = CrashRig(device, arena_bytes=2 * MiB)
     ref = rig.namespace()
     rig.settle()
@@ -273,12 +277,12 @@ def crash_run(seed: int, survival: Survival, *, crashes: int) -> int:
         model.crashed()
         rig = CrashRig(device, arena_bytes=2 * MiB, now_ns=rig.now_ns)
         assert rig.store.namespaces.by_digest(ref.digest) == ref
-        for key in _KEYS:
+        for key in KEY_LIST:
             found = rig.get(ref, key)
             model.observe(key, found)
             seen += found is not None
             if not power_cut:
-                model.possible[key] = {ABSENT if found is None else found}
+                model.narrow(key, found)
         rig.check_accounts()
         if not power_cut:
             assert rig.recount_bytes() == rig.ledger.live_bytes

@@ -1,4 +1,4 @@
-"""Flipped bits and bad blocks anywhere on the drive: the right bytes or a miss, counted, and only what was hit is lost."""
+"""Flipped bits and bad blocks anywhere on the drive: the right bytes or a miss, counted, and nothing else is lost."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore.device.memory import MemoryDevice
+from kvstore.engine import job
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.blocking import BlockingIo, pages
 from kvstore.engine.check import check_drive
@@ -15,7 +16,7 @@ from kvstore.engine.format import SUPERBLOCK_OFFSETS, decode_segment_footer, dec
 from kvstore.engine.location import location_page, location_pages, location_segment
 from kvstore.engine.segment import SegmentState
 from kvstore.errors import FormatUnsupported
-from kvstore.limits import MiB, PAGE_BYTES
+from kvstore.limits import PAGE_BYTES, MiB
 from kvstore.testing.faulty_device import FaultyDevice
 from kvstore.testing.store_rig import StoreRig
 
@@ -51,7 +52,7 @@ def copied(device: FaultyDevice) -> FaultyDevice:
 
 
 def test_a_flipped_bit_anywhere_gives_the_right_bytes_or_a_miss() -> None:
-    rig, device, ref = filled()
+    _, device, ref = filled()
     used = np.frombuffer(BlockingIo(device).read(0, device.size_bytes), dtype=np.uint8)
     places = np.flatnonzero(used).tolist()
     rng = random.Random(5)
@@ -141,9 +142,7 @@ def test_a_bad_index_block_costs_only_its_own_records() -> None:
     assert (report.bad_index_blocks, report.clean, report.records) == (1, False, count - 84)
     # The segment can be evicted, with what its damaged block hides.
     again.store.reclaimer.budget.wrote(0)
-    from kvstore.engine.job import start
-
-    start(again.store.reclaimer.evict(segment))
+    job.start(again.store.reclaimer.evict(segment))
     again.settle(lambda: not again.store.reclaimer.running)
     assert again.store.table.state[segment] == SegmentState.FREE
     again.check_accounts()
@@ -232,5 +231,3 @@ def test_check_counts_a_bad_record() -> None:
     assert report.bad_records == 1
     assert "payload" in report.complaints[0]
     assert report.live_bytes == rig.ledger.live_bytes - location_pages(location) * PAGE_BYTES
-
-

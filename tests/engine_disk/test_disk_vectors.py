@@ -7,6 +7,7 @@ to print the vectors of the present code: a difference is a new format version, 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,32 @@ from kvstore.limits import PAGE_BYTES
 VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "disk.json"
 DISK_ID = bytes(range(16))
 KEY = bytes(range(32, 64))
-ENTRIES = (
-    dict(key=bytes(range(16)), namespace=1, namespace_generation=1, page=1, pages=17, header_pages=1, part=0,
-         payload_bytes=65_536, position=0, access=5),
-    dict(key=bytes(range(16, 32)), namespace=2, namespace_generation=9, page=18, pages=3, header_pages=1, part=2,
-         payload_bytes=4_097, position=0xFFFF_FFFF, access=4_000_000_000),
-)  # fmt: skip
+ENTRIES: tuple[dict[str, Any], ...] = (
+    {
+        "key": bytes(range(16)),
+        "namespace": 1,
+        "namespace_generation": 1,
+        "page": 1,
+        "pages": 17,
+        "header_pages": 1,
+        "part": 0,
+        "payload_bytes": 65_536,
+        "position": 0,
+        "access": 5,
+    },
+    {
+        "key": bytes(range(16, 32)),
+        "namespace": 2,
+        "namespace_generation": 9,
+        "page": 18,
+        "pages": 3,
+        "header_pages": 1,
+        "part": 2,
+        "payload_bytes": 4_097,
+        "position": 0xFFFF_FFFF,
+        "access": 4_000_000_000,
+    },
+)
 
 
 def entry_bytes(fields: dict[str, Any]) -> bytes:
@@ -114,9 +135,7 @@ def log_block() -> tuple[BlockHeader, bytes]:
         encode_drop(1, 2),
     ]
     body = b"".join(records)
-    header = BlockHeader(
-        generation=12, number=5, checkpoint_blocks=2, used_bytes=len(body), segment_generation=78
-    )
+    header = BlockHeader(generation=12, number=5, checkpoint_blocks=2, used_bytes=len(body), segment_generation=78)
     return header, body
 
 
@@ -169,9 +188,9 @@ def described() -> dict[str, object]:
         "nonce '12345678', written 1790000000000000001 ns",
         "record_header_long": "the same with 1500 blocks: two header pages",
         "log_block": "generation 12, number 5, checkpoint blocks 2, segment generation 78; records: namespace 1 "
-        "generation 1 'a manifest, cut short'; commit of the first index entry in segment 3 generation 77; tombstone of "
-        "key 00..0f up to (77, 40) in segment 3 (delete); tombstone of 10..1f up to (78, 9) in segment 4 (quarantine); "
-        "drop of namespace 1 to generation 2",
+        "generation 1 'a manifest, cut short'; commit of the first index entry in segment 3 generation 77; tombstone "
+        "of key 00..0f up to (77, 40) in segment 3 (delete); tombstone of 10..1f up to (78, 9) in segment 4 "
+        "(quarantine); drop of namespace 1 to generation 2",
         "generation_salt": "namespace digest 32 * 'n', generation 2",
     }
     return {
@@ -213,13 +232,14 @@ def test_the_vectors_decode_to_their_fields() -> None:
 
 @pytest.mark.parametrize("name", ["superblock", "segment_header", "segment_footer", "record_header", "log_block"])
 def test_any_flipped_bit_is_noticed(name: str) -> None:
-    decode = {
+    decoders: dict[str, Callable[[bytes], object]] = {
         "superblock": decode_superblock,
         "segment_header": decode_segment_header,
         "segment_footer": decode_segment_footer,
         "record_header": decode_record_header,
         "log_block": lambda page: decode_block(page, DISK_ID),
-    }[name]
+    }
+    decode = decoders[name]
     good = golden(name)
     for at in range(0, len(good), 7):
         bad = bytearray(good)

@@ -16,7 +16,7 @@ from kvstore.engine.location import location_segment
 from kvstore.engine.namespaces import index_keys
 from kvstore.engine.superblock import default_segment_bytes
 from kvstore.errors import InvalidRequest
-from kvstore.limits import GiB, KiB, MiB, SECOND_NS
+from kvstore.limits import SECOND_NS, GiB, KiB, MiB
 from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice
 from kvstore.testing.store_rig import StoreRig
 from kvstore.types.results import Refused, RefusedReason, Stored
@@ -98,7 +98,7 @@ def test_what_was_asked_for_lately_is_written_again_within_the_bound() -> None:
 def test_pinned_records_are_moved_not_evicted() -> None:
     rig = StoreRig(MemoryDevice(size_bytes=24 * MiB))
     ref = rig.namespace()
-    pinned = range(0, 60)
+    pinned = range(60)
     fill(rig, ref, pinned)
     slots = rig.catalog.index.find_many(index_keys(ref, b"".join(map(key_of, pinned))))
     rig.catalog.pin(slots)
@@ -292,5 +292,3 @@ def test_many_deletes_do_not_fill_the_log() -> None:
     assert all(again.get(ref, key_of(n)) is None for n in range(2800))
     assert again.ledger.live_bytes == rig.ledger.live_bytes
     assert rig.metrics.evicted_segments > 0
-
-

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvstore.device.memory import MemoryDevice
 from kvstore.engine.api import NamespaceRef, PutSpec, PutTicket
 from kvstore.errors import ChecksumMismatch, InvalidRequest
-from kvstore.limits import KiB, MiB, WRITER_TTL_NS, WRITERS_PER_CLIENT_MAX
+from kvstore.limits import WRITER_TTL_NS, WRITERS_PER_CLIENT_MAX, KiB, MiB
 from kvstore.testing.store_rig import DEADLINE_NS, StoreRig
 from kvstore.types.checksum import crc_table
 from kvstore.types.flow import FlowClass
@@ -173,7 +173,7 @@ def test_a_thousand_orphans_leave_nothing() -> None:
 def test_slow_writers_do_not_stop_other_puts() -> None:
     rig = StoreRig(MemoryDevice(size_bytes=24 * MiB))
     ref = rig.namespace()
-    slow = []
+    slow: list[PutTicket] = []
     for number in range(600):
         if number % 10 == 0 and len(slow) < WRITERS_PER_CLIENT_MAX:
             slow.append(opened(rig, spec_of(ref, 4096, 4096, key=b"slow" + number.to_bytes(28, "little"))))

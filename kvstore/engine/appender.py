@@ -1,0 +1,261 @@
+"""Records on their way to the drive: placed in the open segment, joined with neighbours, written, logged.
+
+append -> placed -> one device write for neighbours -> commit record in the log -> `Append.completed`
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from kvstore.device.base import IoKind, IoOp
+from kvstore.engine.allocator import Allocator
+from kvstore.engine.arena import Arena
+from kvstore.engine.blocking import pages as fresh_pages
+from kvstore.engine.format import SegmentHeader, Superblock, encode_segment_header
+from kvstore.engine.job import IoQueue, Syncer
+from kvstore.engine.ledger import Ledger
+from kvstore.engine.logrecord import encode_commit
+from kvstore.engine.put import Append, Ticket
+from kvstore.engine.segment import OpenSegment, SegmentTable
+from kvstore.limits import DEVICE_IO_BYTES_MAX, IO_VECTORS_MAX, PAGE_BYTES, WRITE_ATTEMPTS_MAX
+from kvstore.telemetry.metrics import EngineMetrics
+from kvstore.types.flow import FlowClass
+from kvstore.types.results import Refused, RefusedReason
+
+
+class Appender:
+    """Writes complete records of puts and of eviction.
+
+    Attributes:
+        needs_room: records wait for a segment to come free.
+        in_flight: records being written.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue: IoQueue,
+        syncer: Syncer,
+        arena: Arena,
+        allocator: Allocator,
+        ledger: Ledger,
+        superblock: Superblock,
+        metrics: EngineMetrics,
+        on_closed: Callable[[OpenSegment], None],
+    ) -> None:
+        """Assemble. `on_closed`: a closing segment has no record in progress any more, seal it."""
+        self.queue = queue
+        self.allocator = allocator
+        self.ledger = ledger
+        self.needs_room = False
+        self.in_flight = 0
+        self._syncer = syncer
+        self._arena = arena
+        self._table: SegmentTable = allocator.table
+        self._superblock = superblock
+        self._metrics = metrics
+        self._on_closed = on_closed
+        self._ready: deque[Append] = deque()
+        self._moves: deque[Append] = deque()
+
+    # --- placing ----------------------------------------------------------------------------------------------------
+    def append(self, item: Append) -> None:
+        """A complete record, header encoded but for its place: written by the next `pump`."""
+        (self._moves if item.moving else self._ready).append(item)
+
+    @property
+    def backlog(self) -> int:
+        """Records that are complete and have no place yet."""
+        return len(self._ready) + len(self._moves)
+
+    def pump(self) -> None:
+        """Place what is complete, as far as there is room, and send it to the drive, neighbours in one write."""
+        self.needs_room = False
+        for waiting in (self._moves, self._ready):
+            if not waiting:
+                continue
+            if len(waiting) > 1 and not waiting[0].moving:
+                _order_runs(waiting)
+            group: list[Append] = []
+            group_bytes = 0
+            while waiting:
+                item = waiting[0]
+                if not self.place(item):
+                    break
+                waiting.popleft()
+                length = item.pages * PAGE_BYTES
+                if group and (not _adjoin(group[-1], item) or group_bytes + length > DEVICE_IO_BYTES_MAX):
+                    self._submit(group)
+                    group, group_bytes = [], 0
+                group.append(item)
+                group_bytes += length
+                if len(group) == IO_VECTORS_MAX:
+                    self._submit(group)
+                    group, group_bytes = [], 0
+            if group:
+                self._submit(group)
+
+    def place(self, item: Append) -> bool:
+        """Give a record its place, in the next segment if the open one has no room; False where there is none."""
+        place = self.allocator.place(item.pages, moving=item.moving)
+        if place is None and not item.moving and self.open_segment():
+            place = self.allocator.place(item.pages)
+        if place is None:
+            self.needs_room = True
+            return False
+        item.target, item.page = place.target, place.page
+        return True
+
+    def open_segment(self) -> bool:
+        """Begin the next segment: write its header page."""
+        before = self.allocator.open
+        target = self.allocator.open_next()
+        if before is not None and self.allocator.open is not before and before.outstanding == 0:
+            self._on_closed(before)
+        if target is None:
+            return False
+        header = SegmentHeader(
+            segment=target.segment,
+            generation=target.generation,
+            disk_id=self._superblock.disk_id,
+            opened_ns=time.time_ns(),
+        )
+        page = fresh_pages(PAGE_BYTES)
+        page[:] = encode_segment_header(header)
+        self.queue.submit(
+            IoOp(
+                IoKind.WRITE,
+                self._table.offset(target.segment),
+                [page],
+                flow=FlowClass.WRITEBACK,
+                owner=partial(self._header_written, target),
+            )
+        )
+        self._metrics.log_bytes += PAGE_BYTES
+        return True
+
+    def _header_written(self, target: OpenSegment, op: IoOp) -> None:
+        if op.error is not None:
+            target.failed = True
+        target.header_written()
+
+    def _submit(self, group: list[Append]) -> None:
+        buffers = []
+        for item in group:
+            target, header = item.target, item.header
+            assert target is not None
+            assert header is not None
+            item.place_header()
+            end = header.offset + item.pages * PAGE_BYTES
+            buffers.append(self._arena.memory[header.offset : end])
+        first = group[0]
+        assert first.target is not None
+        self.in_flight += len(group)
+        self.queue.submit(
+            IoOp(
+                IoKind.WRITE,
+                self._table.offset(first.target.segment, first.page),
+                buffers,
+                flow=first.flow,
+                owner=partial(self._written, group),
+            )
+        )
+
+    def _written(self, group: list[Append], op: IoOp) -> None:
+        for item in group:
+            self.in_flight -= 1
+            self.written(item, op.error)
+
+    # --- committing ---------------------------------------------------------------------------------------------------
+    def written(self, item: Append, error: OSError | None) -> None:
+        """A record's bytes reached the drive, or did not."""
+        target = item.target
+        assert target is not None
+        if error is not None:
+            self._write_failed(item, target, error)
+        elif item.power:
+            self._syncer.sync(lambda failed: self._log_when_ready(item, target, failed))
+        else:
+            self._log_when_ready(item, target, None)
+
+    def _log_when_ready(self, item: Append, target: OpenSegment, error: OSError | None) -> None:
+        if error is not None:
+            self._write_failed(item, target, error)
+        elif target.ready:
+            self._log(item, target)
+        else:
+            target.when_ready(lambda: self._log(item, target))
+
+    def _log(self, item: Append, target: OpenSegment) -> None:
+        if target.failed and not target.entry_count:
+            self._write_failed(item, target, OSError(errno.EIO, "the segment's header page was not written"))
+            return
+        if not item.wanted():
+            item.failed(Refused(RefusedReason.OUTCOME_UNKNOWN, "the record ended while it was moved"))
+            self.left(target)
+            return
+        entry = item.entry(self.ledger.tick)
+        record = encode_commit(target.segment, target.generation, entry)
+        self.ledger.log.append(record, partial(self._logged, item, target, entry), sync=item.power)
+
+    def _logged(self, item: Append, target: OpenSegment, entry: bytes, error: OSError | None) -> None:
+        if error is None:
+            item.completed(entry)
+        else:
+            item.failed(Refused(RefusedReason.OUTCOME_UNKNOWN, f"the commit record was not confirmed: {error}"))
+        self.left(target)
+
+    def left(self, target: OpenSegment) -> None:
+        """A record that had room in a segment is complete or given up."""
+        target.outstanding -= 1
+        if target.outstanding == 0 and target in self.allocator.closing:
+            self._on_closed(target)
+
+    def _write_failed(self, item: Append, target: OpenSegment, error: OSError) -> None:
+        """Try once more in another segment; the one that failed takes nothing more."""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            self.allocator.space_lost()
+        target.failed = True
+        if self.allocator.open is target:
+            self.allocator.close_open()
+        item.attempts += 1
+        if item.attempts < WRITE_ATTEMPTS_MAX and not item.fixed:
+            item.target = None
+            (self._moves if item.moving else self._ready).appendleft(item)
+        else:
+            item.failed(Refused(RefusedReason.NO_SPACE, f"the drive failed to write the record: {error}"))
+        self.left(target)
+
+    def refuse_backlog(self, refused: Refused) -> None:
+        """End every record that waits for room on the drive: there is none to be had."""
+        waiting = [*self._ready, *self._moves]
+        self._ready.clear()
+        self._moves.clear()
+        self.needs_room = False
+        for item in waiting:
+            item.failed(refused)
+
+
+def _adjoin(before: Append, after: Append) -> bool:
+    """Whether two placed records lie side by side and belong to one flow."""
+    return before.target is after.target and before.page + before.pages == after.page and before.flow is after.flow
+
+
+def _order_runs(waiting: deque[Append]) -> None:
+    """Bring records of one run together, in the order of their runs' first arrival and their own positions."""
+    first: dict[bytes, int] = {}
+    items = list(waiting)
+    tickets = [item for item in items if isinstance(item, Ticket)]
+    if len(tickets) != len(items):
+        return
+    for ticket in tickets:
+        first.setdefault(ticket.spec.run_head, len(first))
+    if len(first) == len(items):
+        return
+    tickets.sort(key=lambda ticket: (first[ticket.spec.run_head], ticket.spec.position))
+    waiting.clear()
+    waiting.extend(tickets)
