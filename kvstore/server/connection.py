@@ -45,6 +45,7 @@ class Plane(Protocol):
     metrics: DataplaneMetrics
     epoch: int
     now_ns: int
+    clock: Callable[[], int]
     handlers: Mapping[FrameType, Callable[[Connection, Frame], None]]
 
     def place_writer_slices(self, connection: Connection, frame: Frame) -> Sequence[memoryview] | None:
@@ -68,6 +69,7 @@ class Connection:
         flow: class of its requests, from HELLO.
         call: the request in progress.
         due_ns: when it is closed unless something arrives before (HELLO, idle and lingering limits).
+        clock: monotonic; for durations, where the time of the turn is too coarse.
         in_turn: it stands in the data plane's queue of senders.
     """
 
@@ -81,6 +83,7 @@ class Connection:
         "call",
         "channel",
         "client",
+        "clock",
         "due_ns",
         "flow",
         "in_turn",
@@ -93,6 +96,7 @@ class Connection:
     def __init__(self, accepted: socket.socket, plane: Plane, *, due_ns: int, is_admin: bool = False) -> None:
         self._plane = plane
         self.metrics = plane.metrics
+        self.clock = plane.clock
         self._handlers = plane.handlers
         self.channel = TcpNodeChannel(accepted, self, body_bytes_max=HELLO_BODY_BYTES_MAX)
         self.session = ServerSession()
@@ -195,10 +199,9 @@ class Connection:
         if self.in_turn or self._blocked:
             return
         self.in_turn = True  # no turn for what is queued meanwhile
-        self._send()
+        more = self.send_turn()
         self.in_turn = False
-        call = self.call
-        if call is not None and not self._blocked and call.has_output():
+        if more:
             self._plane.want_send(self)
 
     def send_turn(self) -> bool:

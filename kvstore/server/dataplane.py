@@ -75,7 +75,7 @@ class DataPlane:
     """Serves one engine to many connections.
 
     Attributes:
-        loop, metrics: see there.
+        loop, metrics, clock: see there.
         handlers: what carries out each request, and CANCEL.
         epoch: of the view.
         now_ns: the time of this turn.
@@ -97,7 +97,7 @@ class DataPlane:
         self.epoch = 0
         self.is_draining = False
         self.now_ns = clock()
-        self._clock = clock
+        self.clock = clock
         self._identity = identity
         self._admission = admission
         self._admin = admin
@@ -184,11 +184,11 @@ class DataPlane:
             self._timer_ns = _NEVER_NS if timer_ns is None else timer_ns
             self._timer_is_stale = False
         due_ns = min(self._timer_ns, self._sweep_ns if self._connections else _NEVER_NS)
-        return None if due_ns == _NEVER_NS else max(0, due_ns - self._clock())
+        return None if due_ns == _NEVER_NS else max(0, due_ns - self.clock())
 
     def woke(self) -> None:
         """The loop has waited, and handles events after this."""
-        self.now_ns = self._clock()
+        self.now_ns = self.clock()
 
     def turn(self) -> None:
         """After a round of events: the engine's work, then a turn to send for each connection, then what is overdue."""
@@ -224,6 +224,7 @@ class DataPlane:
         """Closes connections that are overdue, ends calls and writers that are."""
         now_ns = self.now_ns
         self._sweep_ns = now_ns + SWEEP_NS
+        self.metrics.calls_active = self.calls_active
         for connection in list(self._connections):
             call = connection.call
             if call is not None and call.deadline_ns <= now_ns:
@@ -252,7 +253,7 @@ class DataPlane:
                 connection.give_up(Overloaded(f"{len(self._connections)} connections are open, {limit}: close some"))
 
     def _add(self, connected: socket.socket, *, is_admin: bool = False) -> Connection:
-        connection = Connection(connected, self, due_ns=self._clock() + HELLO_WAIT_NS, is_admin=is_admin)
+        connection = Connection(connected, self, due_ns=self.clock() + HELLO_WAIT_NS, is_admin=is_admin)
         self._connections.add(connection)
         self.metrics.connections = len(self._connections)
         return connection

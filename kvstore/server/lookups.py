@@ -60,6 +60,7 @@ def match(connection: Connection, body: bytes | bytearray, engine: Engine, now_n
         metrics.lookups += 1
         metrics.lookup_keys += count
         metrics.lookup_hits += reply.statuses.count(0)
+    metrics.match_ns.observe(connection.clock() - now_ns)
     connection.answer(reply)
 
 

@@ -105,7 +105,7 @@ class PutCall(Call):
             connection.session.send(FrameType.RESULT)
             connection.channel.send(result, self.request_id, epoch=connection.epoch)
         if self._is_complete():
-            connection.metrics.put_ns.observe(connection.now_ns - self.started_ns)
+            connection.metrics.put_ns.observe(connection.clock() - self.started_ns)
             self.finish(End())
 
     def cancel(self) -> None:

@@ -193,7 +193,7 @@ class ReadCall(Call):
 
     def _end(self) -> None:
         metrics = self._metrics
-        metrics.get_ns.observe(self.connection.now_ns - self.started_ns)
+        metrics.get_ns.observe(self.connection.clock() - self.started_ns)
         statuses = bytes(self._statuses)
         loaded = statuses.count(0)
         metrics.loaded_records += loaded

@@ -165,6 +165,7 @@ def test_match_pins_and_counts_lookups(lab: PlaneLab, engine: DictEngine, namesp
     unknown = client.call(Match(namespace=bytes(32), keys=keys), MatchReply)
     assert unknown.statuses == bytes([MissReason.ABSENT] * 4)
     assert (lab.metrics.lookups, lab.metrics.lookup_keys, lab.metrics.lookup_hits) == (2, 8, 3)
+    assert lab.metrics.match_ns.total_ns > 0
 
 
 def test_namespaces_are_registered_and_dropped(lab: PlaneLab, engine: DictEngine) -> None:

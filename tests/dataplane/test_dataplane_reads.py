@@ -61,6 +61,7 @@ def test_records_of_every_size_arrive_whole(
     assert data == dict(enumerate(values))
     for number, value in enumerate(values):
         assert client.get(namespace.digest, [key_of(number)]) == (b"\0", {0: value})
+    assert lab.metrics.get_ns.total_ns > 0
     lasts = [one.item for one in client.pieces if one.last]
     assert sorted(lasts) == sorted(set(lasts))
 
