@@ -57,6 +57,7 @@ class Ledger:
 
     Attributes:
         tick: the present access tick, set by the engine.
+        index_full: a record found no room in the index since this was last cleared.
         tombstone_bytes: log bytes that checkpoints carry for records that died in segments still in use.
     """
 
@@ -75,6 +76,7 @@ class Ledger:
         self.namespaces = namespaces
         self.watcher = watcher
         self.tick = 1
+        self.index_full = False
         self.tombstone_bytes = 0
         self._tombstones: dict[int, list[bytes]] = {}
         self._log: Log | None = None
@@ -99,6 +101,7 @@ class Ledger:
         """
         previous = self.catalog.index.get(*key)
         if not self.catalog.commit(*key, location, self.tick):
+            self.index_full = True
             return False
         if previous:
             self._count(location_segment(previous), space, -location_pages(previous), -1)

@@ -46,7 +46,8 @@ class Log:
     """Appends records; calls back when they are on the drive, and synced where asked.
 
     Attributes:
-        failed: the error that ended it, None while it works. A failed log answers every append with that error.
+        failed: the error that stopped it, None while it works. A failed log answers every append with that error,
+            until `revive`.
     """
 
     def __init__(
@@ -109,6 +110,12 @@ class Log:
     def checkpoint(self) -> None:
         """Ask for a checkpoint before the next batch, e.g. to let go of records that no longer matter."""
         self._checkpoint_wanted = True
+
+    def revive(self) -> None:
+        """Try again after a failure: the whole live state goes to the other half first."""
+        if self.failed is not None and not self._busy:
+            self.failed = None
+            self._checkpoint_wanted = True
 
     def pump(self) -> None:
         """Write what has been appended, unless a batch is being written already."""

@@ -34,6 +34,7 @@ from kvstore.limits import (
     MOVE_SHARE_OF_SEGMENT,
     MS_NS,
     OWNER_SWEEP_NS,
+    SPACE_RETRY_NS_MIN,
     WRITE_AMPLIFICATION_DEFAULT,
 )
 from kvstore.telemetry.metrics import EngineMetrics
@@ -190,6 +191,7 @@ class Store:
             queue=queue, table=self.table, ledger=self.ledger, metrics=metrics, bytes_second=scrub_bytes_second
         )
         self._next_sweep_ns = 0
+        self._revive_ns = 0
         self.recovered = self._take_over(io, scan, found, bad_manifests, began_ns)
 
     # --- recovery -----------------------------------------------------------------------------------------------------
@@ -270,6 +272,7 @@ class Store:
             self.writer.expire_owners(now_ns)
             self.allocator.retry_space(now_ns)
             self.reclaimer.avoid.clear()
+            self._revive_log(now_ns)
         self.allocator.spare_pages = self._spare_pages()
         if not self.reclaimer.running:  # it manages that room while it runs
             self.allocator.keep_spare_room()
@@ -282,9 +285,20 @@ class Store:
 
     def next_timer_ns(self) -> int | None:
         """When `poll` has something to do even if no operation completes."""
-        times = [self._next_sweep_ns] if self.writer.pending or self.allocator.next_retry_ns() is not None else []
+        sweeps = self.writer.pending or self.allocator.next_retry_ns() is not None or self.log.failed is not None
+        times = [self._next_sweep_ns] if sweeps else []
         others = (self.writer.next_timer_ns(), self.scrubber.next_timer_ns())
         return min([*times, *(at for at in others if at is not None)], default=None)
+
+    def _revive_log(self, now_ns: int) -> None:
+        """A log that failed is tried again every few seconds, so that writes go on when the drive does."""
+        if self.log.failed is None:
+            self._revive_ns = 0
+        elif self._revive_ns == 0:
+            self._revive_ns = now_ns + SPACE_RETRY_NS_MIN
+        elif now_ns >= self._revive_ns:
+            self._revive_ns = 0
+            self.log.revive()
 
     @property
     def idle(self) -> bool:
@@ -312,7 +326,8 @@ class Store:
         victim: int | None = None
         if self.ledger.tombstone_bytes > self.superblock.log_half_bytes * LOG_SHARE_TOMBSTONES:
             victim = self.ledger.most_buried()
-        if victim is None and (allocator.over or self._room_is_short()):
+        short_of_index, self.ledger.index_full = self.ledger.index_full, False
+        if victim is None and (allocator.over or short_of_index or self._room_is_short()):
             victim = self.reclaimer.choose()
             if victim is None and self.appender.needs_room:
                 self._make_a_candidate()

@@ -292,3 +292,45 @@ def test_many_deletes_do_not_fill_the_log() -> None:
     assert all(again.get(ref, key_of(n)) is None for n in range(2800))
     assert again.ledger.live_bytes == rig.ledger.live_bytes
     assert rig.metrics.evicted_segments > 0
+
+
+def test_a_drive_that_comes_back_takes_writes_again_without_a_restart() -> None:
+    device = FaultyDevice(MemoryDevice(size_bytes=16 * MiB))
+    rig = StoreRig(device)
+    ref = rig.namespace()
+    fill(rig, ref, range(5))
+    end = rig.superblock.segments_offset
+    device.inject(Fault(action=FaultAction.ERROR, kind=IoKind.WRITE, end=end, times=None))
+    outcome = rig.put(ref, key_of(9), payload_of(9))
+    assert isinstance(outcome, Refused)
+    assert outcome.reason is RefusedReason.OUTCOME_UNKNOWN
+    assert rig.store.log.failed is not None
+    assert isinstance(rig.put(ref, key_of(10), payload_of(10)), Refused)
+    device.clear()
+    for _ in range(4):
+        rig.now_ns += 6 * SECOND_NS
+        rig.poll()
+    rig.settle()
+    assert rig.store.log.failed is None
+    assert isinstance(rig.put(ref, key_of(11), payload_of(11)), Stored)
+    again = reopened(rig)
+    assert again.get(ref, key_of(11)) == payload_of(11)
+    assert again.get(ref, key_of(1)) == payload_of(1)
+    assert again.get(ref, key_of(10)) is None
+
+
+def test_a_full_index_evicts() -> None:
+    rig = StoreRig(MemoryDevice(size_bytes=96 * MiB), entries_max=1)
+    ref = rig.namespace()
+    room = rig.catalog.index.pages_max * 256
+    outcomes = []
+    for at in range(0, room + 2_000, 500):
+        results = [rig.begin_put(ref, key_of(n), b"") for n in range(at, at + 500)]
+        rig.settle(lambda results=results: all(result.outcome is not None for result in results))  # type: ignore[misc]
+        outcomes += [result.outcome for result in results]
+    refused = sum(isinstance(outcome, Refused) for outcome in outcomes)
+    assert refused
+    assert rig.metrics.evicted_segments
+    assert any(isinstance(outcome, Stored) for outcome in outcomes[-500:])
+    rig.settle()
+    rig.check_accounts()
