@@ -182,6 +182,7 @@ BREAKER_FAILURES_MAX: Final = 3
 BREAKER_SILENCE_NS: Final = 1 * SECOND_NS  # a call that heard nothing for so long counts against its target
 BREAKER_OPEN_NS_MIN: Final = 100 * MS_NS
 BREAKER_OPEN_NS_MAX: Final = 1 * SECOND_NS
+VIEW_RETRY_NS: Final = 200 * MS_NS  # between two tries to learn where a target is that does not answer
 UNPIN_NS_MAX: Final = 500 * MS_NS  # a pin that cannot be given back in this time runs out by itself
 FRAGMENTS_PER_ITEM_MAX: Final = 65_536
 

@@ -7,6 +7,7 @@ import time
 
 from kvstore.cluster.view import View
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.limits import TARGETS_MAX, VIEW_RETRY_NS
 from kvstore_client.connection import split_address
 from kvstore_client.options import ClientOptions
 from kvstore_client.planner import TargetId, TargetOf
@@ -16,6 +17,7 @@ from kvstore_client.target import TargetLink
 from kvstore_client.topology import WorkerRoute, placement_of, routes_of
 
 CLIENT_ID_BYTES = 16
+LINKS_MAX = 2 * TARGETS_MAX
 _ASK = "@"  # before an address that is only asked for the view
 
 
@@ -44,13 +46,29 @@ class ClientCore:
         self.placement: TargetOf | TargetId | None = None
         self.newest_epoch = 0
         self._asked_epoch = -1
+        self._asked_ns = -VIEW_RETRY_NS
+        self._is_doubted = False
         self._links: dict[TargetId, TargetLink] = {}
         self._routes: tuple[WorkerRoute, ...] = ()
 
-    @property
-    def wants_view(self) -> bool:
-        """True when there is no view, or a node has named a newer epoch since it was last asked for."""
-        return self.view is None or self.newest_epoch > max(self.view.epoch, self._asked_epoch)
+    def wants_view(self, now_ns: int) -> bool:
+        """Whether to ask for the view before the next call.
+
+        True when a node has named a newer epoch since the view was last asked for. Not more often than each
+        VIEW_RETRY_NS also when there is no view with a target, or a target did not answer, which may have moved.
+        """
+        if self.newest_epoch > self._asked_epoch:
+            return True
+        is_good = self.placement is not None and not self._is_doubted
+        return not is_good and now_ns - self._asked_ns >= VIEW_RETRY_NS
+
+    def asks_for_view(self, now_ns: int) -> None:
+        """The view is being asked for."""
+        self._asked_ns = now_ns
+
+    def doubt_view(self) -> None:
+        """A target did not answer: it may have moved."""
+        self._is_doubted = True
 
     def view_sources(self) -> list[TargetId]:
         """Pseudo targets to ask for the view, best first."""
@@ -81,7 +99,8 @@ class ClientCore:
 
     def adopt(self, view: View, *, source: TargetId) -> None:
         """Takes a view that `source` gave, unless that node has given a newer one."""
-        self._asked_epoch = self.newest_epoch
+        self._asked_epoch = max(self.newest_epoch, view.epoch)
+        self._is_doubted = False
         if self.view is not None and view.epoch < self.view.epoch and view.node_id == self.view.node_id:
             return
         host, _ = split_address(source.removeprefix(_ASK))
@@ -90,12 +109,23 @@ class ClientCore:
             link = self._links.get(route.id) or self._add_link(route.id, route.addresses)
             link.move(route.addresses)
             link.view_epoch = view.epoch
-        gone = {route.id for route in self._routes} - {route.id for route in routes}
         self._routes = routes
         self.placement = placement_of(routes)
         self.view = view
-        for target in gone:
-            self._links.pop(target).drop_idle()
+        self._forget_gone()
+
+    def _forget_gone(self) -> None:
+        """Lets go of targets that are in the view no more.
+
+        Their links are kept, up to a bound: a target that is only being restarted comes back, and its boot id tells
+        that pins and writers are gone.
+        """
+        here = {route.id for route in self._routes}
+        for target, link in list(self._links.items()):
+            if target not in here and not target.startswith(_ASK):
+                link.drop_idle()
+                if len(self._links) > LINKS_MAX:
+                    self._links.pop(target, None)
 
     def _add_link(self, target: TargetId, addresses: tuple[str, ...]) -> TargetLink:
         link = TargetLink(

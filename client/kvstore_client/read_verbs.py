@@ -75,7 +75,7 @@ def load(
     Args:
         rows: From `incoming_records`, for each key of `chain`.
     """
-    if core.wants_view:
+    if core.wants_view(time.monotonic_ns()):
         yield from ensure_view(core, deadline_ns)
     records = rows[0] if len(rows) == 1 else [record for row in rows for record in row]
     if core.placement is None:

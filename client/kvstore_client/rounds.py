@@ -104,6 +104,7 @@ def settle(core: ClientCore, link: TargetLink, job: Job, connection: Connection,
         job.is_stale = not connection.is_fresh and not connection.has_heard
         if not job.is_stale:
             link.try_next_address()
+            core.doubt_view()
             core.counters.breaker_opened += link.breaker.failed(now_ns)
     elif isinstance(failure, DeadlineExceeded) and not connection.has_heard:
         if now_ns - job.started_ns >= BREAKER_SILENCE_NS:
@@ -153,13 +154,14 @@ def attempt(core: ClientCore, jobs: Round) -> Verb[None]:
 
 def ensure_view(core: ClientCore, deadline_ns: int) -> Verb[None]:
     """Asks for the view when there is none, or a newer one is known of."""
-    if core.wants_view:
+    if core.wants_view(time.monotonic_ns()):
         yield from refresh_view(core, deadline_ns)
 
 
 def refresh_view(core: ClientCore, deadline_ns: int) -> Verb[KVStoreError | None]:
     """Asks one source after the other for the view. Returns the last failure when none answered."""
     failure: KVStoreError | None = None
+    core.asks_for_view(time.monotonic_ns())
     for source in core.view_sources():
         job = ViewJob(core, source, deadline_ns)
         yield [job]

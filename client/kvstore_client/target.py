@@ -85,9 +85,10 @@ class TargetLink:
         return self._addresses
 
     def move(self, addresses: tuple[str, ...]) -> None:
-        """The view gives other addresses. Idle connections to the old ones are closed."""
+        """The view gives other addresses: idle connections to the old ones are closed, their failures forgotten."""
         if addresses != self._addresses:
             self._addresses, self._next_address = addresses, 0
+            self.breaker = CircuitBreaker()
             self.drop_idle()
 
     def take(self, flow: FlowClass, now_ns: int) -> Connection | None:
@@ -96,13 +97,14 @@ class TargetLink:
             return None
         found = None
         for at in range(len(self._idle) - 1, -1, -1):
-            candidate = self._idle[at]
-            if now_ns - candidate.idle_since_ns > self._options.idle_ns:
-                self._idle.pop(at).close()
-            elif found is None and candidate.flow is flow:
+            if self._idle[at].flow is flow:
                 found = self._idle.pop(at)
+                break
         if found is None:
             found = Connection(self._addresses[self._next_address], greeting=self, flow=flow)
+        elif self._idle:
+            # never the last one: with it the node would let go of this client's pins and writers
+            self._close_aged(now_ns)
         self._in_use.add(found)
         return found
 
@@ -121,6 +123,11 @@ class TargetLink:
         if len(same) > self._options.connections_per_target:
             self._idle.remove(same[0])
             same[0].close()
+
+    def _close_aged(self, now_ns: int) -> None:
+        for connection in [one for one in self._idle if now_ns - one.idle_since_ns > self._options.idle_ns]:
+            self._idle.remove(connection)
+            connection.close()
 
     def try_next_address(self) -> None:
         """The last one did not answer: use another way, if there is one."""

@@ -276,8 +276,8 @@ class Link:
         ranges = decode_ranges(get)
         statuses = bytearray(self._statuses(get.namespace, get.keys))
         for item, key in enumerate(split(get.keys)):
-            wanted = get.content_ids[item * 16 : item * 16 + 16].strip(b"\0")
-            if not statuses[item] and wanted not in (b"", self.node.records[get.namespace, key].content_id):
+            wanted = get.content_ids[item * 16 : item * 16 + 16]
+            if not statuses[item] and wanted not in (b"", bytes(16), self.node.records[get.namespace, key].content_id):
                 statuses[item] = MissReason.ABSENT
             if statuses[item]:
                 self.send_data(frame, [Slice(item, 0, 0, statuses[item], True, bytes(16), 0, 0, b"")], [])

@@ -14,6 +14,7 @@ from kvstore.errors import Closed, Denied, InvalidRequest, Overloaded, StaleView
 from kvstore.types.checksum import crc_table
 from kvstore.types.results import MissReason, RefusedReason
 from kvstore.wire import messages as m
+from kvstore.wire.codec import pack_plain
 from kvstore.wire.failures import code_of
 from kvstore.wire.header import FrameType, encode_head
 from kvstore.wire.slices import Slice
@@ -766,3 +767,47 @@ def test_a_write_planned_with_an_old_view_is_planned_again(client, node, stored)
     assert isinstance(ns.put(ns.keys([5] * 16), [b"new"])[0], Stored)
     assert seen == [1, 7]
     assert node.count(FrameType.VIEW) == asked + 1
+
+
+def test_a_node_that_comes_back_on_another_port_is_found(opaque, node) -> None:
+    """The data port changes while nobody answers for the view either; later both are there again."""
+    view_node = type(node)(epoch=3, boot_id=b"v" * 16)
+    view_node.start()
+    view_node.data = (node.address,)
+    with KVClient.connect(view_node.address) as client:
+        ns = client.namespace(opaque)
+        keys = ns.keys(TOKENS[:16])
+        assert isinstance(ns.put(keys, [b"x"])[0], Stored)
+        view_node.stop()
+        node.stop()
+        for _ in range(5):
+            assert ns.get_into(keys, [bytearray(1)]) == [Miss(MissReason.UNAVAILABLE)]
+        node.port = 0
+        node.start()
+        view_node.epoch = 4
+        view_node.data = (node.address,)
+        view_node.start()
+        began = time.monotonic()
+        while not isinstance(ns.get_into(keys, [bytearray(1)])[0], Hit):
+            assert time.monotonic() - began < 5
+            time.sleep(0.01)
+    view_node.stop()
+
+
+def test_a_view_without_targets_is_asked_for_again(opaque, node) -> None:
+    """A supervisor answers before its worker does."""
+    address = node.address
+    empty = type(node)(epoch=1)
+    empty.start()
+    empty.view = lambda: pack_plain({"epoch": empty.epoch, "node_id": "s", "targets": []})
+    with KVClient.connect(empty.address) as client:
+        ns = client.namespace(opaque)
+        keys = ns.keys(TOKENS[:16])
+        assert isinstance(ns.put(keys, [b"x"])[0], Refused)
+        del empty.view
+        empty.epoch, empty.data = 2, (address,)
+        began = time.monotonic()
+        while not isinstance(ns.put(keys, [b"x"])[0], Stored):
+            assert time.monotonic() - began < 5
+            time.sleep(0.01)
+    empty.stop()
