@@ -811,3 +811,45 @@ def test_a_view_without_targets_is_asked_for_again(opaque, node) -> None:
             assert time.monotonic() - began < 5
             time.sleep(0.01)
     empty.stop()
+
+
+@pytest.mark.parametrize("kind", ["flip", "cut", "insert"])
+def test_no_damage_of_the_stream_gives_a_wrong_byte(node, opaque, kind) -> None:
+    """One byte of a whole answer is changed, lost or added, anywhere in headers, bodies or payload."""
+    with KVClient.connect(node.address) as writer:
+        ns = writer.namespace(opaque)
+        keys = ns.keys(TOKENS[:64])
+        payloads = [random.Random(at).randbytes(9000 * at) for at in range(4)]
+        assert all(isinstance(one, Stored) for one in ns.put(keys, payloads))
+    dice = random.Random(kind)
+    damaged = [0]
+
+    def script(link, frame) -> bool:
+        if frame.type is not FrameType.GET or damaged[0] <= 0:
+            return False
+        damaged[0] -= 1
+        whole = bytearray()
+        real, link.socket = link.socket, Recorder(whole)
+        link.answer(frame)
+        link.socket = real
+        at = dice.choice([dice.randrange(len(whole)), dice.randrange(200)])
+        if kind == "flip":
+            whole[at] ^= 1 << dice.randrange(8)
+        elif kind == "cut":
+            del whole[at]
+        else:
+            whole.insert(at, dice.randrange(256))
+        real.sendall(whole)
+        return True
+
+    node.script = script
+    for _ in range(60):
+        with KVClient.connect(node.address) as client:
+            damaged[0] = dice.choice([1, 1, 3])
+            memory = [bytearray(9000 * at) for at in range(4)]
+            results = client.namespace(opaque).get_into(keys, memory, deadline=1)
+            for result, got, payload in zip(results, memory, payloads, strict=True):
+                if isinstance(result, Hit):
+                    assert bytes(got) == payload
+                else:
+                    assert result.reason in (MissReason.UNAVAILABLE, MissReason.CORRUPT, MissReason.DEADLINE)
