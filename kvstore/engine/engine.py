@@ -22,24 +22,23 @@ from kvstore.device.queue import DispatchQueue
 from kvstore.engine import explain as fates
 from kvstore.engine.api import MatchOutcome, NamespaceRef, PutSpec, PutTicket, ReadHandle, ReadSink, ReadSpec, ReadyItem
 from kvstore.engine.arena import Arena
-from kvstore.engine.cache import Cache, HeaderLru, RecordFacts
+from kvstore.engine.cache import Cache, HeaderLru
 from kvstore.engine.catalog import Catalog
 from kvstore.engine.drive import prepare_drive
 from kvstore.engine.estimate import DayMeter, LoadEstimator
 from kvstore.engine.explain import KeyFate
+from kvstore.engine.hooks import Hooks
 from kvstore.engine.loads import Loader
 from kvstore.engine.location import U64, location_page_counts
 from kvstore.engine.namespaces import index_key, index_keys
 from kvstore.engine.pins import Pins
-from kvstore.engine.policy import Ancestors, TickClock
-from kvstore.engine.put import Put, Ticket
+from kvstore.engine.policy import TickClock
 from kvstore.engine.reader import Reader
 from kvstore.engine.store import RecoveryReport, Store
 from kvstore.engine.volatile import VolatilePuts
 from kvstore.engine.waits import Waits
 from kvstore.errors import InvalidRequest
 from kvstore.limits import (
-    ANCESTORS_MAX,
     CACHE_BYTES_DEFAULT,
     DIGEST_BYTES,
     HEADERS_BYTES_MAX,
@@ -84,56 +83,6 @@ class EngineSettings:
     device: str = "auto"
     queue_depth: int = QUEUE_DEPTH_DEFAULT
     prefault: bool = True
-
-
-class _Memory:
-    """What the disk side asks of the memory side: `store.StoreMemory`."""
-
-    def __init__(self, cache: Cache, catalog: Catalog) -> None:
-        self._cache = cache
-        self._catalog = catalog
-        self._ancestors = Ancestors(ANCESTORS_MAX)
-        self._touched: list[int] = []
-        self.tick = 1
-        self.moved = cache.moved
-        self.removed = cache.removed
-
-    def stored(self, ticket: Ticket) -> None:
-        """A record is durable: keep it in RAM, and keep what lies before it in its chain as warm as itself."""
-        spec = ticket.spec
-        if spec.parent.strip(b"\0"):
-            parent = int.from_bytes(index_key(spec.namespace, spec.parent), "little")
-            self._touched += self._ancestors.put(int.from_bytes(ticket.key16, "little"), parent, self.tick)
-        piece = ticket.piece
-        if self._cache.capacity_bytes and self._cache.fits(spec.payload_bytes) and isinstance(ticket, Put):
-            if piece is not None:
-                piece.hold()
-            facts = RecordFacts(
-                key=spec.key,
-                record_bytes=spec.payload_bytes,
-                block_bytes=spec.block_bytes,
-                crcs=ticket.crc_table,
-                content_id=ticket.content_id,
-                header_pages=ticket.header_pages,
-                location=ticket.location(),
-            )
-            self._cache.insert(spec.namespace.salt, facts, piece, tick=self.tick)
-
-    def touch_ancestors(self) -> None:
-        """Tell the index of the ancestors that puts of this turn have touched."""
-        if self._touched:
-            raw = b"".join([key.to_bytes(16, "little") for key in self._touched])
-            self._touched = []
-            self._catalog.touch_keys(np.frombuffer(raw, dtype="<u8").reshape(-1, 2), self.tick)
-
-    def reclaim_memory(self, length_bytes: int) -> bool:
-        """See `writer.MemorySide`."""
-        return self._cache.make_room(length_bytes)
-
-    def stored_content(self, key0: int, key1: int) -> bytes:
-        """See `writer.MemorySide`."""
-        record = self._cache.at.get(self._catalog.index.get(key0, key1))
-        return record.facts.content_id if record is not None else b""
 
 
 class _Discard:
@@ -190,7 +139,7 @@ class DriveEngine:
         )
         entries_max = superblock.capacity_bytes // (_RECORD_PAGES_MIN * PAGE_BYTES)
         self.catalog = Catalog(entries_max=min(entries_max, INDEX_ENTRIES_MAX), segment_count=superblock.segment_count)
-        self._memory = _Memory(self.cache, self.catalog)
+        self._memory = Hooks(self.cache, self.catalog)
         self.store = Store(
             queue=self._queue,
             superblock=superblock,
@@ -331,6 +280,13 @@ class DriveEngine:
             hit_bytes=hit_bytes,
             load_ns=self.estimator.load_ns(hit_bytes),
         )
+
+    def touch(self, ref: NamespaceRef, keys: bytes | memoryview, *, now_ns: int) -> None:
+        """An access of those of n * 32 bytes of record keys that are here: `match` of several drives in two steps."""
+        _check_keys(keys)
+        self._turn(now_ns)
+        if keys and self._namespaces.is_current(ref):
+            self.catalog.touch_keys(index_keys(ref, keys), self._tick)
 
     def unpin(self, pin_id: int) -> None:
         """See `api.Engine`."""

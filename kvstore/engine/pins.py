@@ -57,7 +57,7 @@ class Pins:
         Returns:
             The pin's id; 0 if it would exceed what the client or the target may pin: nothing is pinned then.
         """
-        slots = np.unique(slots)
+        slots = _distinct(slots)
         charge = self._catalog.pinnable_bytes(slots)
         mine = self._bytes_of.get(client_id, 0)
         if (
@@ -116,3 +116,10 @@ class Pins:
             bounds = (10 * SECOND_NS, 60 * SECOND_NS, 300 * SECOND_NS)
             counts[sum(age_ns >= bound for bound in bounds)] += 1
         return counts
+
+
+def _distinct(slots: I64) -> I64:
+    """Each slot once. numpy's `unique` takes ten times as long as sorting does."""
+    ordered = np.sort(slots)
+    twin = ordered[1:] == ordered[:-1]
+    return ordered[np.concatenate([[True], ~twin])] if twin.any() else ordered

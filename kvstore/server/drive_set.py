@@ -127,13 +127,19 @@ class DriveSet:
         """See `Engine.match`."""
         outcomes = [
             engine.match(
-                _known(engine, ref), keys, now_ns=now_ns, touch=touch, pin_ttl_ns=pin_ttl_ns, client_id=client_id
+                _known(engine, ref), keys, now_ns=now_ns, touch=False, pin_ttl_ns=pin_ttl_ns, client_id=client_id
             )
             for engine in self._engines
         ]
+        statuses = _merged([one.statuses for one in outcomes])
+        if touch:
+            # What lies behind the first hole must age, and no drive alone knows where that is.
+            prefix = len(statuses) - len(statuses.lstrip(b"\0"))
+            for engine in self._engines:
+                engine.touch(_known(engine, ref), keys[: prefix * DIGEST_BYTES], now_ns=now_ns)
         pins = [(engine, one.pin_id) for engine, one in zip(self._engines, outcomes, strict=True) if one.pin_id]
         return MatchOutcome(
-            statuses=_merged([one.statuses for one in outcomes]),
+            statuses=statuses,
             pin_id=self._add_pin(pins) if pins else 0,
             pinned=bool(pins) and all(one.pinned or not one.hit_bytes for one in outcomes),
             hit_bytes=sum(one.hit_bytes for one in outcomes),
