@@ -22,6 +22,7 @@ from kvstore_bench.peers.sockets import RawPair, touched
 from kvstore_bench.processes import Node, own_cpu_ns
 from kvstore_bench.scenarios import recovery
 from kvstore_client import Hit, KVClient, KVLayout, Namespace, Stored
+from kvstore_client.namespace_handle import BoundNamespace
 
 CHUNK_TOKENS = 64
 BATCH = 32
@@ -68,7 +69,7 @@ class Bench:
         self.node, self.pair, self.effort = node, pair, effort
         self.client = KVClient.connect(node.address, flow=flow)
 
-    def namespace(self, chunk_bytes: int):  # type: ignore[no-untyped-def]
+    def namespace(self, chunk_bytes: int) -> BoundNamespace:
         """A namespace of plain chunks of one size."""
         layout = KVLayout.opaque(chunk_bytes=chunk_bytes, chunk_tokens=CHUNK_TOKENS)
         return self.client.namespace(
@@ -86,13 +87,13 @@ class Bench:
         )
 
 
-def scattered_keys(namespace, count: int) -> KeyChain:  # type: ignore[no-untyped-def]
+def scattered_keys(namespace: BoundNamespace, count: int) -> KeyChain:
     """Keys without positions: every chunk its own run, so that no two lie together by design."""
     rng = random.Random(count)
     return namespace.keys_from_hashes([rng.randbytes(32) for _ in range(count)], algorithm="bench")
 
 
-def fill(namespace, keys: KeyChain, chunk_bytes: int) -> None:  # type: ignore[no-untyped-def]
+def fill(namespace: BoundNamespace, keys: KeyChain, chunk_bytes: int) -> None:
     """Write every key durably. Raises RuntimeError when one is refused."""
     source = touched(BATCH * chunk_bytes)
     rng = random.Random(7)
@@ -108,8 +109,8 @@ def fill(namespace, keys: KeyChain, chunk_bytes: int) -> None:  # type: ignore[n
 
 
 def get_step(
-    namespace, batches: Sequence[KeyChain], buffers: Sequence[memoryview], chunk_bytes: int
-) -> Callable[[], int]:  # type: ignore[no-untyped-def]
+    namespace: BoundNamespace, batches: Sequence[KeyChain], buffers: Sequence[memoryview], chunk_bytes: int
+) -> Callable[[], int]:
     """A step that reads the next of `batches` and insists on hits."""
     state = 0
 
