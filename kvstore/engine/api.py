@@ -160,8 +160,8 @@ class PutTicket(Protocol):
     ) -> None:
         """Make it visible: `on_received` when readable from memory by those who accept pending, `on_done` when durable."""
 
-    def abort(self) -> None:
-        """Forget it; room and memory come back. Idempotent, harmless after commit."""
+    def abort(self, *, orphaned: bool = False) -> None:
+        """Forget it; room and memory come back. Idempotent, harmless after commit. `orphaned`: counted as such."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,8 +110,9 @@ class VolatilePut:
         piece, self._piece = self._piece, None
         self._owner.finish(self, piece, self._crcs or b"", on_received, on_done)
 
-    def abort(self) -> None:
+    def abort(self, *, orphaned: bool = False) -> None:
         """See `api.PutTicket.abort`."""
+        self._owner.metrics.orphan_puts += orphaned and not self._ended
         self._ended = True
         self._owner.tickets.discard(self)
         piece, self._piece = self._piece, None
@@ -200,8 +201,7 @@ class VolatilePuts:
     def client_gone(self, client_id: bytes) -> None:
         """Unfinished puts of a client end."""
         for ticket in [ticket for ticket in self.tickets if ticket.spec.client_id == client_id]:
-            self.metrics.orphan_puts += 1
-            ticket.abort()
+            ticket.abort(orphaned=True)
 
     def _refuse(
         self, on_grant: Callable[[PutTicket | Exists | Refused], None], reason: RefusedReason, detail: str

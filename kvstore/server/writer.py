@@ -43,8 +43,12 @@ class Writer:
         if self._is_doomed and not self.receiving:
             self.ticket.abort()
 
-    def doom(self) -> None:
-        """Nobody wants it any more: its ticket is aborted, as soon as no slice is on its way."""
+    def doom(self, *, orphaned: bool = False) -> None:
+        """Nobody wants it any more: its ticket is aborted, as soon as no slice is on its way.
+
+        Args:
+            orphaned: its owner has been silent for its time to live; nothing is on its way then.
+        """
         self._is_doomed = True
         if not self.receiving:
-            self.ticket.abort()
+            self.ticket.abort(orphaned=orphaned)

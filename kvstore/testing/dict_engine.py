@@ -431,7 +431,7 @@ class DictTicket:
 
         self._engine.commit_later(durable)
 
-    def abort(self) -> None:
+    def abort(self, *, orphaned: bool = False) -> None:
         """See `PutTicket.abort`."""
         if not self._is_over:
             self._is_over = True
