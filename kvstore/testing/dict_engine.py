@@ -205,6 +205,9 @@ class DictEngine:
                 ranges = None
                 if spec.ranges is not None:
                     ranges = spec.ranges[index if len(spec.ranges) > 1 else 0]
+                if any(offset + length > len(record.data) for offset, length in ranges or ()):
+                    sink.missed(index, MissReason.LAYOUT)
+                    continue
                 read.pieces.extend(self._pieces(index, record, ranges))
         self._reads.append(read)
         self._move_reads()

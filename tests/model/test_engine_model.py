@@ -12,6 +12,7 @@ from kvstore.device.base import IoKind
 from kvstore.device.memory import MemoryDevice
 from kvstore.engine.engine import DriveEngine, EngineSettings
 from kvstore.limits import PAGE_BYTES, KiB, MiB
+from kvstore.testing.dict_engine import DictEngine
 from kvstore.testing.engine_model import Subject, machine_of
 from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice
 
@@ -82,6 +83,34 @@ class DriveSubject:
         self.drive.close()
 
 
+class DictSubject:
+    """The double that the data plane is tested with must keep the same contract."""
+
+    can_restart = False
+    can_fail = False
+
+    def __init__(self) -> None:
+        self.engine = DictEngine()
+
+    def restart(self, *, crash: bool) -> None:
+        raise AssertionError("it keeps nothing over a restart")
+
+    def inject(self, number: int) -> None:
+        raise AssertionError("it does not fail")
+
+    def heal(self) -> None:
+        pass
+
+    def lost(self) -> int:
+        return 0
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        assert self.engine.held_bytes == 0, "memory leaks"
+
+
 _SETTINGS = settings(max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 _NIGHTLY = settings(_SETTINGS, max_examples=500, stateful_step_count=80)
 
@@ -108,6 +137,11 @@ def _failing() -> Subject:
     return DriveSubject(cache=MiB, can_fail=True, shuffle=True)
 
 
+def _double() -> Subject:
+    return DictSubject()
+
+
+TestDouble = _case(_double, _SETTINGS)
 TestPlain = _case(_plain, _SETTINGS)
 TestCached = _case(_cached, _SETTINGS)
 TestTightMemory = _case(_tight, _SETTINGS)
