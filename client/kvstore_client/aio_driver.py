@@ -46,8 +46,7 @@ class AsyncDriver:
         self._closed = True
         for link in self._core.links():
             link.interrupt()
-        while self._waiters:
-            self._wake_one()
+        self._wake_all()
 
     async def _round(self, jobs: Round) -> None:
         if len(jobs) == 1:
@@ -81,7 +80,7 @@ class AsyncDriver:
             settle(self._core, link, job, connection, time.monotonic_ns())
             if self._closed:
                 connection.close()
-            self._wake_one()
+            self._wake_all()
 
     async def _take(self, link: TargetLink, job: Job) -> Connection:
         while True:
@@ -107,20 +106,16 @@ class AsyncDriver:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline_ns / 1e9):
                     await waiter
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():
-                self._wake_one()  # the turn was ours, and we can't take it
-            raise
         finally:
             with suppress(ValueError):
                 self._waiters.remove(waiter)
 
-    def _wake_one(self) -> None:
+    def _wake_all(self) -> None:
+        """All of them: they may wait for other targets than the one whose connection is free."""
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
                 waiter.set_result(None)
-                return
 
 
 async def _ready(connection: Connection, want: int) -> bool:

@@ -119,7 +119,7 @@ class BlockingDriver:
             if self._closed:
                 held.connection.close()
             if self._waiting:
-                self._changed.notify()
+                self._changed.notify_all()  # they may wait for other targets than this one
 
     def _run_alone(self, job: Job) -> None:
         held = self._take(job)

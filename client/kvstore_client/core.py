@@ -123,7 +123,7 @@ class ClientCore:
         here = {route.id for route in self._routes}
         for target, link in list(self._links.items()):
             if target not in here and not target.startswith(_ASK):
-                link.drop_idle()
+                link.drop_idle_soon()
                 if len(self._links) > LINKS_MAX:
                     self._links.pop(target, None)
 

@@ -20,7 +20,7 @@ from kvstore.errors import (
     StaleView,
     Unavailable,
 )
-from kvstore.limits import BREAKER_SILENCE_NS, RETRIES_PER_CALL_MAX
+from kvstore.limits import BREAKER_SILENCE_NS, CONNECT_NS_MAX, RETRIES_PER_CALL_MAX
 from kvstore.types.flow import FlowClass
 from kvstore.wire.codec import unpack_plain
 from kvstore.wire.messages import ViewReply, ViewRequest
@@ -161,7 +161,11 @@ def ensure_view(core: ClientCore, deadline_ns: int) -> Verb[None]:
 def refresh_view(core: ClientCore, deadline_ns: int) -> Verb[KVStoreError | None]:
     """Asks one source after the other for the view. Returns the last failure when none answered."""
     failure: KVStoreError | None = None
-    core.asks_for_view(time.monotonic_ns())
+    now_ns = time.monotonic_ns()
+    core.asks_for_view(now_ns)
+    if core.view is not None:
+        # an old view may still be right: leave most of the time to the call itself
+        deadline_ns = min(deadline_ns, now_ns + min(CONNECT_NS_MAX, max(0, deadline_ns - now_ns) // 4))
     for source in core.view_sources():
         job = ViewJob(core, source, deadline_ns)
         yield [job]

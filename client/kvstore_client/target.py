@@ -1,6 +1,7 @@
 """One target as this process sees it: its addresses, its connections, its health. No waiting in here.
 
-The lock of whoever drives the calls (a thread's condition, or one event loop) guards `take` and `give_back`.
+The lock of whoever drives the calls (threads share one, an event loop needs none) guards every method that touches the
+lists of connections: `take`, `give_back`, `drop_idle`, `disown`, `interrupt`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class TargetLink:
         "_counters",
         "_idle",
         "_in_use",
+        "_is_drop_due",
         "_next_address",
         "_on_epoch",
         "_options",
@@ -77,6 +79,7 @@ class TargetLink:
         self._on_epoch = on_epoch
         self._idle: list[Connection] = []
         self._in_use: set[Connection] = set()
+        self._is_drop_due = False
         self._pid = os.getpid()
 
     @property
@@ -87,21 +90,24 @@ class TargetLink:
     def move(self, addresses: tuple[str, ...]) -> None:
         """The view gives other addresses: idle connections to the old ones are closed, their failures forgotten."""
         if addresses != self._addresses:
-            self._addresses, self._next_address = addresses, 0
+            self._addresses = addresses
             self.breaker = CircuitBreaker()
-            self.drop_idle()
+            self.drop_idle_soon()
 
     def take(self, flow: FlowClass, now_ns: int) -> Connection | None:
         """A connection of that class for one call, open or to be opened; None when all are in use."""
         if len(self._in_use) >= self._options.connections_per_target:
             return None
+        if self._is_drop_due:
+            self.drop_idle()
         found = None
         for at in range(len(self._idle) - 1, -1, -1):
             if self._idle[at].flow is flow:
                 found = self._idle.pop(at)
                 break
         if found is None:
-            found = Connection(self._addresses[self._next_address], greeting=self, flow=flow)
+            addresses = self._addresses
+            found = Connection(addresses[self._next_address % len(addresses)], greeting=self, flow=flow)
         elif self._idle:
             # never the last one: with it the node would let go of this client's pins and writers
             self._close_aged(now_ns)
@@ -111,6 +117,8 @@ class TargetLink:
     def give_back(self, connection: Connection, now_ns: int) -> None:
         """The call is over. The connection is kept when the next call can use it."""
         self._in_use.discard(connection)
+        if self._is_drop_due:
+            self.drop_idle()
         if not (connection.is_idle or connection.is_abandoned):
             connection.close()
             return
@@ -131,12 +139,17 @@ class TargetLink:
 
     def try_next_address(self) -> None:
         """The last one did not answer: use another way, if there is one."""
-        self._next_address = (self._next_address + 1) % len(self._addresses)
+        self._next_address += 1
 
     def drop_idle(self) -> None:
         """Closes idle connections: their node is gone."""
+        self._is_drop_due = False
         while self._idle:
             self._idle.pop().close()
+
+    def drop_idle_soon(self) -> None:
+        """As `drop_idle`, for those who do not hold the lock: the next `take` or `give_back` does it."""
+        self._is_drop_due = True
 
     def disown(self) -> None:
         """In a forked child: closes its copies of the parent's sockets, which leaves the connections as they are."""
@@ -168,7 +181,7 @@ class TargetLink:
             if self.boot_id != bytes(ID_BYTES):
                 self.boot_count += 1
                 self._counters.restarts_noticed += 1
-                self.drop_idle()
+                self.drop_idle_soon()
             self.boot_id = welcome.boot_id
         self._on_epoch(welcome.epoch)
 
