@@ -1,0 +1,155 @@
+"""What must be on the drive before what: the rules that a crash makes visible, each with the crash that breaks it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from kvstore.device.base import IoKind, IoOp
+from kvstore.device.memory import MemoryDevice
+from kvstore.engine import job
+from kvstore.engine.api import NamespaceRef
+from kvstore.engine.location import location_segment
+from kvstore.engine.namespaces import index_keys
+from kvstore.engine.segment import SegmentState
+from kvstore.limits import PAGE_BYTES, KiB, MiB
+from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice
+from kvstore.testing.store_rig import StoreRig
+from kvstore.types.results import Stored
+
+
+class Gate(FaultyDevice):
+    """Holds back the operations that a test names, and writes down the order of all others."""
+
+    def __init__(self, inner: MemoryDevice) -> None:
+        super().__init__(inner)
+        self.closed_for: Callable[[IoOp], bool] = lambda op: False
+        self.behind: list[IoOp] = []
+        self.order: list[tuple[IoKind, int, int]] = []
+
+    def submit(self, ops: Sequence[IoOp]) -> None:
+        held = [op for op in ops if self.closed_for(op)]
+        self.behind += held
+        super().submit([op for op in ops if op not in held])
+
+    def poll(self) -> list[IoOp]:
+        done = super().poll()
+        self.order += [(op.kind, op.offset, op.length_bytes) for op in done]
+        return done
+
+    def open(self) -> None:
+        self.closed_for = lambda op: False
+        held, self.behind = self.behind, []
+        super().submit(held)
+
+
+def key_of(number: int) -> bytes:
+    return random.Random(number).randbytes(32)
+
+
+def payload_of(number: int, length: int = 60 * KiB) -> bytes:
+    return random.Random(-1 - number).randbytes(length)
+
+
+def rig_of(count: int, *, length: int = 60 * KiB) -> tuple[StoreRig, Gate, NamespaceRef]:
+    gate = Gate(MemoryDevice(size_bytes=16 * MiB))
+    rig = StoreRig(gate)
+    ref = rig.namespace()
+    for number in range(count):
+        assert isinstance(rig.put(ref, key_of(number), payload_of(number, length)), Stored)
+    rig.settle()
+    return rig, gate, ref
+
+
+def crashed(rig: StoreRig, gate: Gate) -> StoreRig:
+    return StoreRig(gate.inner, now_ns=rig.now_ns)
+
+
+def turns(rig: StoreRig, count: int = 100) -> None:
+    for _ in range(count):
+        rig.poll()
+
+
+def test_no_commit_is_logged_before_the_header_of_its_segment() -> None:
+    rig, gate, ref = rig_of(3)
+    starts = {rig.store.table.offset(segment) for segment in range(rig.store.table.count)}
+    gate.closed_for = lambda op: op.kind is IoKind.WRITE and op.offset in starts and op.length_bytes == PAGE_BYTES
+    assert rig.store.appender.open_segment()
+    result = rig.begin_put(ref, key_of(9), payload_of(9))
+    turns(rig)
+    assert result.outcome is None
+    assert crashed(rig, gate).get(ref, key_of(9)) is None
+    gate.open()
+    rig.settle()
+    assert isinstance(result.outcome, Stored)
+    assert crashed(rig, gate).get(ref, key_of(9)) == payload_of(9)
+
+
+def test_a_half_is_overwritten_only_when_the_other_one_is_known_to_be_stable() -> None:
+    rig, gate, ref = rig_of(3)
+    gate.order.clear()
+    gate.closed_for = lambda op: op.kind is IoKind.SYNC and len(gate.order) >= 3
+    rig.store.log.checkpoint()
+    turns(rig)
+    # image, sync, switch block; the sync behind the switch is held back
+    assert [kind for kind, _, _ in gate.order] == [IoKind.WRITE, IoKind.SYNC, IoKind.WRITE]
+    assert len(gate.behind) == 1
+    first_half = gate.order[0][1]
+    rig.store.log.checkpoint()
+    rig.begin_put(ref, key_of(9), b"x")
+    turns(rig)
+    log_end = rig.superblock.segments_offset
+    log_writes = [offset for kind, offset, _ in gate.order if kind is IoKind.WRITE and offset < log_end]
+    assert all(abs(offset - first_half) < rig.superblock.log_half_bytes for offset in log_writes)
+    gate.open()
+    rig.settle()
+    assert rig.store.log.checkpoints == 2
+    assert crashed(rig, gate).get(ref, key_of(9)) == b"x"
+
+
+def test_an_interrupted_checkpoint_leaves_the_old_half_in_charge_and_its_generation_unused() -> None:
+    rig, gate, ref = rig_of(3)
+    before = rig.store.log.place.generation
+    gate.closed_for = lambda op: op.kind is IoKind.SYNC
+    rig.store.log.checkpoint()
+    turns(rig)
+    again = crashed(rig, gate)
+    assert all(again.get(ref, key_of(n)) == payload_of(n) for n in range(3))
+    place = again.store.log.place
+    assert (place.generation, place.highest_generation) == (before, before + 1)
+    again.store.log.checkpoint()
+    again.settle()
+    assert again.store.log.place.generation == before + 2
+
+
+def test_a_deleted_key_does_not_come_back_from_a_victim_that_could_not_be_erased() -> None:
+    rig, gate, ref = rig_of(20)
+    victim = location_segment(rig.location(ref, key_of(0)))
+    assert rig.store.table.state[victim] == SegmentState.SEALED
+    rig.ledger.tick += 10
+    key = key_of(0)
+    start = rig.store.table.offset(victim)
+    end = start + rig.store.table.segment_bytes
+    gate.closed_for = lambda op: op.kind is IoKind.WRITE and start <= op.offset < end
+    rig.catalog.pin(rig.catalog.index.find_many(index_keys(ref, key)))
+    job.start(rig.store.reclaimer.evict(victim))
+    turns(rig)
+    moved_to = location_segment(rig.location(ref, key))
+    assert moved_to != victim, "the pinned record was moved"
+    assert gate.behind, "the victim is about to be erased"
+    assert rig.delete(ref, [key]) == b"\0"
+    gate.inject(Fault(action=FaultAction.ERROR, kind=IoKind.WRITE, start=start, end=end, times=None))
+    gate.open()
+    rig.settle()
+    assert rig.store.table.state[victim] == SegmentState.BAD
+    gate.clear()
+    # The segment with the copy goes, and with it what the log says of it.
+    rig.store.appender.open_segment()
+    rig.settle()
+    job.start(rig.store.reclaimer.evict(moved_to))
+    rig.settle()
+    assert rig.store.table.state[moved_to] == SegmentState.FREE
+    rig.store.log.checkpoint()
+    rig.settle()
+    rig.put(ref, key_of(99), b"one more")
+    assert crashed(rig, gate).get(ref, key) is None
