@@ -409,13 +409,6 @@ class DriveEngine:
         count = self._ledger.quarantine(ref, index_keys(ref, key), np.array([location], dtype=np.uint64))
         self.metrics.quarantined_records += count
 
-    def report_corrupt(self, ref: NamespaceRef, keys: bytes) -> None:
-        """A client says that what it received does not match: drop RAM copies, so the drive's are verified anew."""
-        _check_keys(keys)
-        for key in _each(keys):
-            self.metrics.checksum_errors_reported += 1
-            self.cache.forget(ref.salt, key)
-
     # --- time ---------------------------------------------------------------------------------------------------------
     def client_gone(self, client_id: bytes) -> None:
         """See `api.Engine.client_gone`."""

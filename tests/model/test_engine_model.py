@@ -112,12 +112,17 @@ class DictSubject:
 
 
 _SETTINGS = settings(max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
-_NIGHTLY = settings(_SETTINGS, max_examples=500, stateful_step_count=80)
+_NIGHTLY = settings(_SETTINGS, max_examples=300, stateful_step_count=60)
 
 
 def _case(make: Callable[[], Subject], chosen: settings) -> type[unittest.TestCase]:
     case = machine_of(make).TestCase
     case.settings = chosen
+    return case
+
+
+def _long(make: Callable[[], Subject]) -> type[unittest.TestCase]:
+    case: type[unittest.TestCase] = pytest.mark.nightly(pytest.mark.timeout(1800)(_case(make, _NIGHTLY)))
     return case
 
 
@@ -146,7 +151,7 @@ TestPlain = _case(_plain, _SETTINGS)
 TestCached = _case(_cached, _SETTINGS)
 TestTightMemory = _case(_tight, _SETTINGS)
 TestFailing = _case(_failing, _SETTINGS)
-TestPlainLong = pytest.mark.nightly(_case(_plain, _NIGHTLY))
-TestCachedLong = pytest.mark.nightly(_case(_cached, _NIGHTLY))
-TestTightMemoryLong = pytest.mark.nightly(_case(_tight, _NIGHTLY))
-TestFailingLong = pytest.mark.nightly(_case(_failing, _NIGHTLY))
+TestPlainLong = _long(_plain)
+TestCachedLong = _long(_cached)
+TestTightMemoryLong = _long(_tight)
+TestFailingLong = _long(_failing)
