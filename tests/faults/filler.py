@@ -64,7 +64,9 @@ class Filler:
         if self._at + BATCH > CHUNKS:
             self._shelves += 1
             self._at = 0
-            self._shelf = Shelf(self._client, count=CHUNKS, chunk_bytes=CHUNK_BYTES, name=f"filler {self._shelves}")
+            self._shelf = Shelf(
+                self._client, count=CHUNKS, chunk_bytes=CHUNK_BYTES, name=f"filler {self._shelves}", chained=False
+            )
         self._at += BATCH
         results = self._shelf.put(self._at - BATCH, self._at, deadline_s=DEADLINE_S)
         return sum(isinstance(result, Stored) for result in results)

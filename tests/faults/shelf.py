@@ -1,4 +1,4 @@
-"""A chain of chunks of one size and known content, put and read by one client."""
+"""Chunks of one size and known content, put and read by one client."""
 
 from __future__ import annotations
 
@@ -20,15 +20,26 @@ DEADLINE_S: Final = 30.0
 class Shelf:
     """Attributes:
     store: the client's namespace.
-    keys: of all chunks, one chain.
+    keys: of all chunks.
     """
 
-    def __init__(self, client: KVClient, *, count: int, chunk_bytes: int, name: str = "shelf") -> None:
+    def __init__(
+        self, client: KVClient, *, count: int, chunk_bytes: int, name: str = "shelf", chained: bool = True
+    ) -> None:
+        """
+        Args:
+            chained: one chain, of which the head outlives the tail; else keys that know nothing of each other, of
+                which the oldest goes first.
+        """
         layout = KVLayout.opaque(chunk_bytes=chunk_bytes, chunk_tokens=CHUNK_TOKENS, checksum_bytes=BLOCK_BYTES)
         self.store = client.namespace(
             Namespace(tenant="default", model=name, weights="sha256:" + "0" * 64, layout=layout)
         )
-        self.keys = self.store.keys(list(range(count * CHUNK_TOKENS)))
+        self.keys = (
+            self.store.keys(list(range(count * CHUNK_TOKENS)))
+            if chained
+            else self.store.keys_from_hashes([b"%d" % at for at in range(count)], algorithm="shelf")
+        )
         self._name = name
         self._chunk_bytes = chunk_bytes
         self._count = count

@@ -35,7 +35,7 @@ def _load(port: Port, seed: int, kind: str) -> None:
         mount()
     node = _node(kind)
     node.start()
-    share = (0.4, 0.1, 0.03)[seed % 3]  # few syncs leave much in the drive's cache
+    share = (0.4, 0.15, 0.05)[seed % 3]  # few syncs leave much in the drive's cache
     plan = LoadPlan(seed=seed, threads=3, put_bytes_max=PUT_BYTES_MAX, power_share=share, deadline_s=60)
     load = Load(node.address, plan, lambda event: port.say(event.to_line()))
     load.start()

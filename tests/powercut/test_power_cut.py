@@ -52,7 +52,7 @@ def test_power_cut_under_load(tmp_path: Path, kind: str, seed: int) -> None:
         file.truncate(DISK_BYTES)
     server = NbdServer(VolatileDisk(image), tmp_path / "nbd")
     with boot(tmp_path / "first", server, "load", seed, kind, []) as machine:
-        machine.wait_said(random.Random(seed).randint(60, 400), timeout_s=900)
+        machine.wait_said(random.Random(seed).randint(100, 400), timeout_s=900)
         wait_for_risk(server.disk)
     lines = machine.said()
     risk_bytes = server.disk.unflushed_bytes
@@ -76,4 +76,4 @@ def test_power_cut_under_load(tmp_path: Path, kind: str, seed: int) -> None:
     assert report["wrong"] == [], told
     assert report["lost_synced"] == [], told
     assert report["resurrected"] == [], told
-    assert fates[Fate.SYNCED], "nothing was put with durability=power: the test tested nothing"
+    assert fates[Fate.SYNCED] + fates[Fate.ABSENT], "nothing was promised against the cut: the test tested nothing"
