@@ -87,7 +87,9 @@ class Catalog:
     def locate_few(self, keys16: Sequence[bytes], tick: int) -> list[int]:
         """Locations of a handful of keys, 0 where absent; with a tick (not 0) this counts as an access of each."""
         index = self.index
-        found = []
+        found: list[int] = []
+        fresh: list[int] = []
+        before: list[int] = []
         for slot in index.find_few(keys16):
             if slot < 0:
                 found.append(0)
@@ -95,9 +97,12 @@ class Catalog:
             location = index.location_at(slot)
             found.append(location)
             if tick:
-                before = index.touch(slot, tick)
-                if before != tick:
-                    self.scores.touch(location, before=before, now=tick)
+                last = index.touch(slot, tick)
+                if last != tick:
+                    fresh.append(location)
+                    before.append(last)
+        if fresh:
+            self.scores.touch_many(np.array(fresh, dtype=np.uint64), before=np.array(before, dtype=np.uint32), now=tick)
         return found
 
     def touch_keys(self, keys: U64, tick: int) -> None:
