@@ -8,7 +8,6 @@ from collections.abc import Generator
 import pytest
 from hypothesis import settings
 
-
 # A slow moment of a shared machine is no failure: nothing here asserts on time.
 settings.register_profile("house", deadline=None)
 settings.load_profile("house")
