@@ -35,7 +35,9 @@ class IncomingRecord:
     __slots__ = (
         "_arrived",
         "_base_bytes",
+        "_checked_bytes",
         "_exact",
+        "_is_last_placed",
         "_region",
         "_room_bytes",
         "_spans",
@@ -70,7 +72,9 @@ class IncomingRecord:
         self.status = OPEN
         self.is_doubtful = False
         self.record_bytes = -1
+        self._is_last_placed = False
         self._whole_until = 0
+        self._checked_bytes = 0
         self._arrived: list[tuple[int, int]] | None = None
 
     def restart(self) -> None:
@@ -78,7 +82,9 @@ class IncomingRecord:
         self.status = OPEN
         self.is_doubtful = False
         self.record_bytes = -1
+        self._is_last_placed = False
         self._whole_until = 0
+        self._checked_bytes = 0
         self._arrived = None
 
     def land(self, piece: Slice, waste: memoryview) -> list[memoryview]:
@@ -98,6 +104,10 @@ class IncomingRecord:
             return []
         if self.status != OPEN or not self._fits(piece):
             return [waste[:length]] if length else []
+        if self._is_last_placed:
+            # the record is a hit as soon as its last slice is verified, and must not be written over then
+            raise Unavailable(f"node sent byte {piece.offset} of a record after the slice that it called the last")
+        self._is_last_placed = piece.last
         if not length:
             return []
         if len(piece.crcs) != 4 * -(-length // piece.block_bytes):
@@ -111,15 +121,34 @@ class IncomingRecord:
             return self._region.cut(self._base_bytes + piece.offset, length)
         return self._land_spans(self._spans, piece.offset, end)
 
+    def arriving(self, piece: Slice, view: memoryview, arrived_bytes: int) -> None:
+        """Checks the whole blocks of `piece` that are in its one `view` already, while the CPU's cache still has them."""
+        if self.status != OPEN:
+            return
+        size = piece.block_bytes
+        at, until = self._checked_bytes, arrived_bytes // size * size
+        if at < until:
+            if crc_table(view[at:until], size) != piece.crcs[at // size * 4 : until // size * 4]:
+                self._doubt()
+            self._checked_bytes = until
+
     def arrived(self, piece: Slice, views: list[memoryview]) -> None:
-        """Checks the bytes of `piece`, which have arrived in `views`, while they are still in the CPU's cache."""
+        """Checks the bytes of `piece`, which have arrived in `views`, but for those that `arriving` has checked."""
         if self.status != OPEN:
             return
         length = piece.length_bytes
         if length:
             block_bytes = piece.block_bytes
-            found = crc_table(views[0], block_bytes) if len(views) == 1 else crc_table_fragments(views, block_bytes)
-            if found != piece.crcs:
+            crcs = piece.crcs
+            if len(views) > 1:
+                found = crc_table_fragments(views, block_bytes)
+            elif self._checked_bytes:
+                found = crc_table(views[0][self._checked_bytes :], block_bytes)
+                crcs = crcs[self._checked_bytes // block_bytes * 4 :]
+                self._checked_bytes = 0
+            else:
+                found = crc_table(views[0], block_bytes)
+            if found != crcs:
                 self._doubt()
                 return
             if piece.offset == self._whole_until:

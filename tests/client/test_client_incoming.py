@@ -148,3 +148,21 @@ def test_what_comes_after_a_miss_goes_to_waste() -> None:
     receive(record, piece(payload, 0, BLOCK, last=True), payload)
     assert record.status == MissReason.IO
     assert memory[0] == b"\xaa" * BLOCK
+
+
+def test_nothing_is_written_over_a_record_after_its_last_slice() -> None:
+    payload = bytes(range(256)) * 32
+    memory, region = regions_of([len(payload)])
+    record = IncomingRecord(region, 0, len(payload), True, None, NO_CONTENT_ID)
+    one = piece(payload, 0, len(payload), last=True)
+    views = record.land(one, WASTE)
+    views[0][:] = payload
+    # the next frame's head may be parsed before the bytes of this one were looked at
+    with pytest.raises(Unavailable, match="that it called the last"):
+        record.land(piece(payload, 0, BLOCK, last=False), WASTE)
+    record.arrived(one, views)
+    assert record.status == HIT
+    assert bytes(memory[0]) == payload
+    record.restart()
+    receive(record, piece(payload, 0, len(payload), last=True), payload)
+    assert record.status == HIT
