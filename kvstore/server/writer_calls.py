@@ -85,8 +85,8 @@ class WriterOpenCall(Call):
         self._end_if_complete()
 
     def cancel(self) -> None:
+        self.finish(End())  # first: what the aborted ones let go must not be granted to this call
         self._abort_opened()
-        self.finish(End())
 
     def overdue(self) -> None:
         """The engine answers items at the deadline; nothing to do."""
@@ -177,7 +177,7 @@ class WriterWriteCall(Call):
             metrics.received_bytes[self.connection.flow] += one.length_bytes
             try:
                 writer.ticket.slice_filled(one.offset, memory, one.crcs)
-            except ChecksumMismatch:
+            except (ChecksumMismatch, InvalidRequest):
                 self._statuses[index] = RefusedReason.INVALID
                 self._give_up_writer(one.item, writer)
             writer.touch(now_ns)

@@ -40,7 +40,7 @@ class _Progress:
 class TcpNodeChannel(TcpChannel):
     """See `kvstore.transport.base.NodeChannel`."""
 
-    __slots__ = ("_events", "_landings", "_other")
+    __slots__ = ("_events", "_landings", "_other", "_request_id", "_unfetched_id")
 
     def __init__(self, connected: socket.socket, other: OtherPayload, *, body_bytes_max: int) -> None:
         """
@@ -53,6 +53,8 @@ class TcpNodeChannel(TcpChannel):
         self._other = other
         self._landings: dict[int, _Progress] = {}
         self._events: FetchEvents | None = None
+        self._request_id = 0
+        self._unfetched_id = -1  # request whose payload nobody wants any more; -1 is none's
 
     def deliver(
         self,
@@ -70,6 +72,8 @@ class TcpNodeChannel(TcpChannel):
     def fetch(self, landings: Sequence[Landing], request_id: int, events: FetchEvents, *, epoch: int = 0) -> None:
         """Queues one GRANT; the client answers with DATA. Landings of no bytes are not allowed."""
         self._events = events
+        self._request_id = request_id
+        self._unfetched_id = -1
         for landing in landings:
             assert len(landing.buffer), "nothing to fetch"
             self._landings[landing.item] = _Progress(landing.buffer)
@@ -78,7 +82,9 @@ class TcpNodeChannel(TcpChannel):
 
     def unfetch(self) -> None:
         """Forgets the landings; the rest of a frame that is being received into them is thrown away."""
-        self._events = None
+        if self._events is not None:
+            self._events = None
+            self._unfetched_id = self._request_id
         if self._landings:
             self._landings = {}
             self.reader.divert()
@@ -87,7 +93,7 @@ class TcpNodeChannel(TcpChannel):
         """PayloadSink of this connection's reader."""
         if frame.type is not FrameType.DATA:
             return self._other.place_other(frame)
-        if not self._other.accepts_data(frame):
+        if not self._other.accepts_data(frame) or frame.request_id == self._unfetched_id:
             frame.slices = []
             return self.reader.scratch_views(frame.payload_bytes)
         return [self._place(one) for one in frame.slices]

@@ -313,3 +313,31 @@ def test_more_than_memory_holds_is_put_and_read_without_a_cache(tmp_path: Path) 
     assert client.get(NS, keys) == (bytes(24), dict(enumerate(values)))
     node.settle()
     close_node(node)
+
+
+def open_writer(client: LabClient, length: int, **fields: int) -> int:
+    """The id of a writer of one record."""
+    plain = {"deadline_ns": 5 * SECOND_NS} | fields
+    opening = WriterOpen(
+        namespace=NS, keys=key_of(1), lengths=pack_u32([length]), block_bytes=pack_u32([65536]), **plain
+    )
+    return unpack_u32(client.call(opening, WriterOpened).writer_ids)[0]
+
+
+def write_block(client: LabClient, writer_id: int, value: bytes, at: int) -> int:
+    """Status of writing one block."""
+    piece = value[at : at + 65536]
+    client.session.start(FrameType.WRITER_WRITE)
+    one = Slice(writer_id, at, len(piece), 0, False, NO_CONTENT_ID, len(value), 65536, crc_table(piece, 65536))
+    client.send_slices([one], piece, frame_type=FrameType.WRITER_WRITE)
+    return client.expect(End).statuses[0]
+
+
+def test_a_block_that_is_written_twice_ends_its_writer_and_nothing_else(node: Node, client: LabClient) -> None:
+    value = os.urandom(2 * 65536)
+    writer_id = open_writer(client, len(value))
+    assert write_block(client, writer_id, value, 0) == ItemStatus.RECEIVED
+    assert write_block(client, writer_id, value, 0) == RefusedReason.INVALID
+    assert write_block(client, writer_id, value, 65536) == RefusedReason.DEADLINE
+    assert [one.writers for one in node.lab.plane._clients] == [{}]
+    node.settle()

@@ -268,6 +268,26 @@ def test_a_put_whose_data_never_comes_ends_at_its_deadline(
     assert client.put(namespace.digest, [key_of(1)], [b"x"]) == {0: STORED}
 
 
+def test_data_that_crosses_with_the_deadline_is_thrown_away(
+    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
+) -> None:
+    value = os.urandom(2 * MiB)
+    client = lab.client()
+    start_put(client, namespace, value)
+    one = Slice(0, 0, MiB, 0, False, NO_CONTENT_ID, len(value), 65536, b"")
+    client.send_slices([one], value[:MiB])
+    lab.turn()
+    lab.clock_ns += 10 * SECOND_NS
+    (connection,) = lab.plane._connections
+    assert connection.call is not None
+    lab.plane.woke()
+    connection.call.overdue()  # its END has not gone out yet
+    client.send_slices([one._replace(offset=MiB)], value[MiB:])
+    assert client.end_put([])[0][0] == RefusedReason.DEADLINE
+    assert client.put(namespace.digest, [key_of(1)], [value]) == {0: STORED}
+    assert stored(engine, namespace, 1) == value
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
