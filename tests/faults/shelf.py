@@ -69,7 +69,7 @@ class Shelf:
             self.keys[start:stop], buffers, deadline=deadline_s, soft_deadline=soft_deadline_s
         )
         for at, (result, buffer) in enumerate(zip(results, buffers, strict=True), start):
-            right = isinstance(result, Miss) or (result.length_bytes, buffer) == (len(buffer), self.payload(at))
+            right = isinstance(result, Miss) or (result.length_bytes == len(buffer) and buffer == self.payload(at))
             assert right, f"{self._name}, chunk {at}: a hit with wrong bytes"
         return results, buffers
 
