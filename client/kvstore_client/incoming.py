@@ -122,7 +122,7 @@ class IncomingRecord:
         return self._land_spans(self._spans, piece.offset, end)
 
     def arriving(self, piece: Slice, view: memoryview, arrived_bytes: int) -> None:
-        """Checks the whole blocks of `piece` that are in its one `view` already, while the CPU's cache still has them."""
+        """Checks the whole blocks of `piece` that are in its one `view` by now, while the CPU's cache has them."""
         if self.status != OPEN:
             return
         size = piece.block_bytes

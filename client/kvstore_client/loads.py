@@ -38,6 +38,8 @@ class LoadJob(Job):
     __slots__ = (
         "_accept_pending",
         "_asked",
+        "_checked_slices",
+        "_checked_until",
         "_has_run",
         "_keys",
         "_landing",
@@ -84,6 +86,8 @@ class LoadJob(Job):
         self._may_re_ask = True
         self._asked: Sequence[IncomingRecord] = ()
         self._landing: deque[list[list[memoryview]]] = deque()
+        self._checked_slices = 0  # of the frame that is arriving
+        self._checked_until = 0
         self._waste = memoryview(b"")
 
     def wants_another_try(self) -> bool:
@@ -95,6 +99,7 @@ class LoadJob(Job):
     def run(self, connection: Connection) -> Steps:
         """Asks for what is open or doubtful."""
         self._landing.clear()
+        self._checked_slices = self._checked_until = 0
         self._waste = connection.waste
         chosen: Sequence[int] = range(len(self.records))
         if self._has_run:
@@ -117,6 +122,19 @@ class LoadJob(Job):
         if len(landing) == 1:
             return landing[0]
         return [view for views in landing for view in views]
+
+    def arriving(self, frame: Frame, arrived_bytes: int) -> None:
+        """Checks what has come of a frame's payload: its whole slices, and the blocks of a large one."""
+        landing, slices = self._landing[-1], frame.slices
+        at, until = self._checked_slices, self._checked_until
+        while at < len(slices) and until + slices[at].length_bytes <= arrived_bytes:
+            piece = slices[at]
+            self._asked[piece.item].arrived(piece, landing[at])
+            until += piece.length_bytes
+            at += 1
+        self._checked_slices, self._checked_until = at, until
+        if at < len(slices) and len(landing[at]) == 1:
+            self._asked[slices[at].item].arriving(slices[at], landing[at][0], arrived_bytes - until)
 
     def _rest(self) -> list[int]:
         """What a repeated try asks for: its records, made ready."""
@@ -142,13 +160,17 @@ class LoadJob(Job):
                 if frame.type is not FrameType.DATA:
                     self._end(connection.decode(End, frame), connection)
                     return
-                if frame.payload_bytes:
-                    self.received_bytes += frame.payload_bytes
-                    landing = self._landing.popleft()
-                else:
-                    landing = self._land(frame)
-                for piece, views in zip(frame.slices, landing, strict=True):
-                    asked[piece.item].arrived(piece, views)
+                if not frame.payload_bytes:
+                    for piece, views in zip(frame.slices, self._land(frame), strict=True):
+                        asked[piece.item].arrived(piece, views)
+                    continue
+                self.received_bytes += frame.payload_bytes
+                landing = self._landing.popleft()
+                slices = frame.slices
+                for at in range(self._checked_slices, len(slices)):
+                    piece = slices[at]
+                    asked[piece.item].arrived(piece, landing[at])
+                self._checked_slices = self._checked_until = 0
 
     def _land(self, frame: Frame) -> list[list[memoryview]]:
         asked, waste = self._asked, self._waste

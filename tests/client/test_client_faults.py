@@ -294,6 +294,12 @@ def lie(kind: str):
         elif kind == "the same slice twice":
             send(0, 0, BLOCK, last=False)
             send(0, 0, BLOCK, last=True)
+        elif kind == "a slice after the last":
+            slices = [
+                Slice(0, 0, SIZE, 0, True, ident, SIZE, BLOCK, crc_table(payload, BLOCK)),
+                Slice(0, 0, BLOCK, 0, False, ident, SIZE, BLOCK, crc_table(bytes(BLOCK), BLOCK)),
+            ]
+            link.send_data(frame, slices, [payload, bytes(BLOCK)])
         elif kind == "no checksums":
             send(0, 0, SIZE, last=True, crcs=b"")
         elif kind == "item out of range":
@@ -336,6 +342,7 @@ LIES = {
     "two copies": MissReason.CORRUPT,
     "hole": MissReason.UNAVAILABLE,
     "the same slice twice": MissReason.UNAVAILABLE,
+    "a slice after the last": MissReason.UNAVAILABLE,
     "no checksums": MissReason.UNAVAILABLE,
     "item out of range": MissReason.UNAVAILABLE,
     "end without data": MissReason.UNAVAILABLE,
