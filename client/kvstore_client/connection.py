@@ -35,7 +35,7 @@ _WAIT_ALL_BYTES_MIN: Final = 128 * 1024
 once, and what follows it as well, which a waiting receive would leave for another one."""
 _WAIT_ALL_BYTES_MAX: Final = 256 * 1024
 """At most so much payload is waited for at a time, so that it is checked while the CPU's cache has it: 0.03 s/GB for
-the checksums instead of 0.07 with 1 MiB at a time, and receiving costs the same (2 MiB of L2 per core, busy machine)."""
+the checksums instead of 0.07 with 1 MiB at a time; receiving costs the same (2 MiB of L2 per core, busy machine)."""
 _TIMEVAL = struct.Struct("@ll")
 _TIMEOUT_NS_MIN: Final = 1_000_000  # a timeout of 0 would mean none
 
