@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
+from kvstore.limits import WRITER_TTL_NS
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import Exists, MissReason, Refused, Stored
 
@@ -114,6 +115,7 @@ class PutSpec:
         volatile_ttl_ns: 0 for SSD; else the record lives in RAM only, for so long.
         content_id: zeros, or the id to keep (repair).
         client_id: who writes, for bounds and the owner ttl.
+        owner_ttl_ns: a streaming put ends when no slice has come for so long.
     """
 
     namespace: NamespaceRef
@@ -131,6 +133,7 @@ class PutSpec:
     durability: Durability = Durability.COMMIT
     volatile_ttl_ns: int = 0
     content_id: bytes = bytes(16)
+    owner_ttl_ns: int = WRITER_TTL_NS
 
 
 class PutTicket(Protocol):
@@ -145,7 +148,7 @@ class PutTicket(Protocol):
         """All bytes of `buffer` have arrived. Raises ChecksumMismatch (the ticket is aborted) if the table disagrees."""
 
     def slice_buffer(self, length_bytes: int, on_memory: Callable[[memoryview | None], None]) -> None:
-        """Streaming: memory for one slice; calls back with None when the deadline passes first."""
+        """Streaming: memory for one slice; calls back with None when none came free for the owner ttl."""
 
     def slice_filled(self, offset: int, data: memoryview, crcs: bytes) -> None:
         """Streaming: `data` (from slice_buffer) belongs at `offset`, a multiple of block_bytes. Raises ChecksumMismatch."""

@@ -17,7 +17,7 @@ from kvstore.engine.arena import Piece
 from kvstore.engine.blocking import pages as fresh_pages
 from kvstore.engine.put import Outcome, Ticket, refused_at_deadline
 from kvstore.errors import ChecksumMismatch, InvalidRequest
-from kvstore.limits import PAGE_BYTES, WRITER_TTL_NS
+from kvstore.limits import PAGE_BYTES
 from kvstore.types.checksum import block_count
 from kvstore.types.checksum import crc_table as make_crc_table
 from kvstore.types.results import Refused, RefusedReason
@@ -87,12 +87,12 @@ class StreamingPut(Ticket):
         if self.ended or self._committed:
             piece.release()
             return
-        self.expires_ns = self._writer.now_ns + WRITER_TTL_NS
+        self.expires_ns = self._writer.now_ns + self.spec.owner_ttl_ns
         try:
             self._verify(offset, data, crcs)
         except (ChecksumMismatch, InvalidRequest):
             piece.release()
-            self.abort()
+            self._end()
             raise
         self._write(offset, data, piece)
 
@@ -249,11 +249,15 @@ class StreamingPut(Ticket):
         """See `api.PutTicket.abort`."""
         if self._committed:
             return
+        self._end(orphaned=orphaned)
+        self._take_back()
+
+    def _end(self, *, orphaned: bool = False) -> None:
+        """As `abort`, but sockets may still write into what was lent."""
         if not self.ended:
             self._writer.metrics.orphan_puts += orphaned
             self._writer.end(self, Refused(RefusedReason.DEADLINE, "the writer was given up by its owner"))
             self._give_up()
-        self._take_back()
 
     def let_go_unlent(self) -> None:
         """The owner ttl ran out: give up what the owner does not hold; what was lent comes back by `abort`."""

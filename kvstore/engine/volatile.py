@@ -11,7 +11,7 @@ from kvstore.engine.arena import Piece
 from kvstore.engine.cache import Cache, RecordFacts
 from kvstore.engine.format import content_id
 from kvstore.errors import ChecksumMismatch, InvalidRequest
-from kvstore.limits import VOLATILE_TTL_NS_MAX, WRITER_TTL_NS
+from kvstore.limits import VOLATILE_TTL_NS_MAX
 from kvstore.telemetry.metrics import EngineMetrics
 from kvstore.types.checksum import block_count
 from kvstore.types.checksum import crc_table as make_crc_table
@@ -26,7 +26,6 @@ class VolatilePut:
 
     def __init__(self, owner: VolatilePuts, spec: PutSpec, piece: Piece | None, *, streaming: bool) -> None:
         self.spec = spec
-        self.expires_ns = 0
         self._owner = owner
         self._piece = piece
         self._payload = piece.view[: spec.payload_bytes] if piece is not None else memoryview(b"")
@@ -64,6 +63,10 @@ class VolatilePut:
         """
         spec = self.spec
         piece = self._lent.pop(self._owner.cache.arena.offset_of(data), None)
+        if self._ended:
+            if piece is not None:
+                piece.release()
+            return  # its memory may be another record's by now
         try:
             end = offset + len(data)
             if (
@@ -71,7 +74,7 @@ class VolatilePut:
                 or end > spec.payload_bytes
                 or (end % spec.block_bytes and end != spec.payload_bytes)
             ):
-                self.abort()
+                self._end()
                 raise InvalidRequest(
                     f"slice of {len(data)} bytes at {offset}: send whole blocks of {spec.block_bytes} bytes within the "
                     f"record's {spec.payload_bytes}"
@@ -112,6 +115,13 @@ class VolatilePut:
 
     def abort(self, *, orphaned: bool = False) -> None:
         """See `api.PutTicket.abort`."""
+        self._end(orphaned=orphaned)
+        lent, self._lent = self._lent, {}
+        for piece in lent.values():
+            piece.release()
+
+    def _end(self, *, orphaned: bool = False) -> None:
+        """As `abort`, but sockets may still write into what was lent."""
         self._owner.metrics.orphan_puts += orphaned and not self._ended
         self._ended = True
         self._owner.tickets.discard(self)
@@ -121,7 +131,7 @@ class VolatilePut:
 
     def _refuse_bytes(self, offset: int, length: int) -> None:
         self._owner.metrics.checksum_errors_received += 1
-        self.abort()
+        self._end()
         raise ChecksumMismatch(
             f"record {self.spec.key.hex()}: the {length} bytes received at {offset} do not match their checksums; "
             "send them again"
@@ -162,7 +172,6 @@ class VolatilePuts:
                 self._refuse(on_grant, RefusedReason.OVERLOADED, "all memory for transfers is in use; retry later")
                 return
         ticket = VolatilePut(self, spec, piece, streaming=streaming)
-        ticket.expires_ns = self.now_ns + WRITER_TTL_NS if streaming else 0
         self.tickets.add(ticket)
         on_grant(ticket)
 

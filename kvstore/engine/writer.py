@@ -84,7 +84,7 @@ class Writer:
         self.now_ns = 0
         self.draining = False
         self._grants: deque[Waiting] = deque()
-        self._slices: deque[tuple[int, Callable[[memoryview | None], None], StreamingPut]] = deque()
+        self._slices: deque[tuple[int, int, Callable[[memoryview | None], None], StreamingPut]] = deque()
         self._deadlines: list[tuple[int, int, Waiting]] = []
         self._numbers = count()
         self.writers: dict[bytes, set[StreamingPut]] = {}
@@ -207,7 +207,7 @@ class Writer:
             piece.release()
             return False
         ticket.header = piece
-        ticket.expires_ns = self.now_ns + WRITER_TTL_NS
+        ticket.expires_ns = self.now_ns + ticket.spec.owner_ttl_ns
         self.writers.setdefault(ticket.spec.client_id, set()).add(ticket)
         self.metrics.open_writers += 1
         return True
@@ -239,13 +239,15 @@ class Writer:
         self, length_bytes: int, on_memory: Callable[[memoryview | None], None], ticket: StreamingPut
     ) -> None:
         """Memory for a slice of a streaming put, now or when it comes free."""
-        if self._slices or not self._grant_slice(length_bytes, on_memory, ticket):
-            self._slices.append((length_bytes, on_memory, ticket))
+        # not the deadline of the put's opening: a writer lives for as long as it is written to
+        until_ns = self.now_ns + ticket.spec.owner_ttl_ns
+        if self._slices or not self._grant_slice(until_ns, length_bytes, on_memory, ticket):
+            self._slices.append((until_ns, length_bytes, on_memory, ticket))
 
     def _grant_slice(
-        self, length_bytes: int, on_memory: Callable[[memoryview | None], None], ticket: StreamingPut
+        self, until_ns: int, length_bytes: int, on_memory: Callable[[memoryview | None], None], ticket: StreamingPut
     ) -> bool:
-        if ticket.ended or (ticket.spec.deadline_ns and self.now_ns >= ticket.spec.deadline_ns):
+        if ticket.ended or self.now_ns >= until_ns:
             on_memory(None)
             return True
         piece = self.arena.allocate(length_bytes)

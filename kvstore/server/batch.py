@@ -12,6 +12,7 @@ from kvstore.limits import (
     DIGEST_BYTES,
     PARTS_MAX,
     PAYLOAD_BYTES_MAX,
+    WRITER_TTL_NS,
 )
 from kvstore.types.checksum import block_count
 from kvstore.types.flow import FlowClass
@@ -71,6 +72,7 @@ class Batch:
         crc_table = None
         durability = Durability.COMMIT
         content_id = _NO_ID
+        owner_ttl_ns = message.ttl_ns if isinstance(message, WriterOpen) else WRITER_TTL_NS
         if isinstance(message, Offer):
             assert self._crc_ends is not None
             crc_table = message.crc_tables[self._crc_ends[item] : self._crc_ends[item + 1]]
@@ -93,6 +95,7 @@ class Batch:
             durability=durability,
             volatile_ttl_ns=message.volatile_ttl_ns,
             content_id=content_id,
+            owner_ttl_ns=owner_ttl_ns,
         )
 
     def _digest(self, blob: bytes, item: int) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,8 @@ from kvstore.wire.messages import (
     Grant,
     Match,
     MatchReply,
+    Ping,
+    Pong,
     Prefetch,
     Result,
     Unpin,
@@ -317,11 +319,14 @@ def test_more_than_memory_holds_is_put_and_read_without_a_cache(tmp_path: Path) 
 
 def open_writer(client: LabClient, length: int, **fields: int) -> int:
     """The id of a writer of one record."""
-    plain = {"deadline_ns": 5 * SECOND_NS} | fields
     opening = WriterOpen(
-        namespace=NS, keys=key_of(1), lengths=pack_u32([length]), block_bytes=pack_u32([65536]), **plain
+        namespace=NS,
+        keys=key_of(1),
+        lengths=pack_u32([length]),
+        block_bytes=pack_u32([65536]),
+        deadline_ns=5 * SECOND_NS,
     )
-    return unpack_u32(client.call(opening, WriterOpened).writer_ids)[0]
+    return unpack_u32(client.call(replace(opening, **fields), WriterOpened).writer_ids)[0]  # type: ignore[arg-type]
 
 
 def write_block(client: LabClient, writer_id: int, value: bytes, at: int) -> int:
@@ -340,4 +345,20 @@ def test_a_block_that_is_written_twice_ends_its_writer_and_nothing_else(node: No
     assert write_block(client, writer_id, value, 0) == RefusedReason.INVALID
     assert write_block(client, writer_id, value, 65536) == RefusedReason.DEADLINE
     assert [one.writers for one in node.lab.plane._clients] == [{}]
+    node.settle()
+
+
+def test_a_writer_outlives_the_deadline_of_its_opening(node: Node, client: LabClient) -> None:
+    value = os.urandom(3 * 65536)
+    writer_id = open_writer(client, len(value), ttl_ns=300 * SECOND_NS)
+    for at, wait_s in ((0, 10), (65536, 60), (2 * 65536, 200)):
+        node.lab.clock_ns += wait_s * SECOND_NS  # past the deadline, then past the default time to live
+        client.call(Ping(), Pong)
+        node.lab.turn()
+        assert write_block(client, writer_id, value, at) == ItemStatus.RECEIVED
+    table = crc_table(value, 65536)
+    client.start(WriterCommit(writer_ids=pack_u32([writer_id]), crc_tables=table, deadline_ns=5 * SECOND_NS))
+    assert results_of(client.expect(Result)) == [(0, ItemStatus.STORED, "")]
+    client.expect(End)
+    assert client.get(NS, [key_of(1)])[1] == {0: value}
     node.settle()

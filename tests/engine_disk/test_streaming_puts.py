@@ -126,6 +126,23 @@ def test_wrong_checksums_and_blocks_that_came_before_end_the_writer() -> None:
     assert rig.store.allocator.open.outstanding == 0
 
 
+def test_a_wrong_slice_leaves_the_memory_of_those_on_their_way_alone() -> None:
+    rig = StoreRig(MemoryDevice(size_bytes=8 * MiB))
+    ticket = opened(rig, spec_of(rig.namespace(), 12_288, 4096))
+    lent: list[memoryview] = []
+    for _ in range(2):
+        ticket.slice_buffer(4096, lambda memory: lent.append(memory) if memory is not None else None)
+    bad, late = lent
+    with pytest.raises(ChecksumMismatch):
+        ticket.slice_filled(0, bad, b"\0\0\0\0")
+    rig.settle()
+    assert rig.arena.free_bytes == rig.arena.size_bytes - len(late), "a socket may still write there"
+    ticket.slice_filled(4096, late, crc_table(late, 4096))
+    ticket.abort()
+    rig.settle()
+    assert rig.arena.free_bytes == rig.arena.size_bytes
+
+
 def test_a_dead_owner_gives_the_key_back_within_the_ttl() -> None:
     rig = StoreRig(MemoryDevice(size_bytes=8 * MiB))
     ref = rig.namespace()

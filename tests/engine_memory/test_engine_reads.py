@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvstore.device.base import IoKind
@@ -9,9 +11,12 @@ from kvstore.device.memory import MemoryDevice
 from kvstore.engine.engine import DriveEngine, EngineSettings
 from kvstore.engine.location import location_page, location_segment
 from kvstore.engine.namespaces import index_key
+from kvstore.engine.volatile import VolatilePut
+from kvstore.errors import ChecksumMismatch
 from kvstore.limits import PAGE_BYTES, READ_WINDOW_BYTES, SECOND_NS, KiB, MiB
 from kvstore.testing.engine_driver import Collector, Driver
 from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice
+from kvstore.types.checksum import crc_table
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import Exists, MissReason, Refused, Stored
@@ -507,6 +512,31 @@ def test_volatile_records_live_in_ram_for_their_ttl_and_never_touch_the_drive() 
     off = Lab()
     spec = off.driver.spec(off.ref, key(5), body, volatile_ttl_ns=10 * SECOND_NS)
     assert isinstance(off.driver.put_specs([(spec, body)])[0], Refused)
+
+
+def test_a_volatile_writer_that_ended_writes_no_memory_and_keeps_none() -> None:
+    lab = Lab(cache=16 * MiB)
+    body = payload(5, 3 * 4096)
+    spec = replace(
+        lab.driver.spec(lab.ref, key(5), body, volatile_ttl_ns=10 * SECOND_NS), crc_table=None, block_bytes=4096
+    )
+    tickets: list[object] = []
+    lab.engine.open_put(spec, tickets.append, streaming=True)
+    ticket = tickets[0]
+    assert isinstance(ticket, VolatilePut)
+    lent: list[memoryview] = []
+    for _ in range(3):
+        ticket.slice_buffer(4096, lambda memory: lent.append(memory) if memory is not None else None)
+    bad, late, never = lent
+    own = ticket._payload
+    with pytest.raises(ChecksumMismatch):
+        ticket.slice_filled(0, bad, b"\0\0\0\0")
+    own[:] = bytes(len(own))  # as whoever got that memory next
+    late[:] = never[:] = b"L" * 4096
+    ticket.slice_filled(4096, late, crc_table(late, 4096))
+    assert bytes(own) == bytes(len(own))
+    ticket.abort()
+    lab.check_memory()
 
 
 def test_two_tenants_with_one_key_see_only_their_own() -> None:
