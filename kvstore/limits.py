@@ -96,6 +96,7 @@ PUT_WINDOW_BYTES: Final = 32 * MiB  # of one connection's offers that wait for a
 PUT_WINDOW_ITEMS: Final = 1_024
 RESULTS_PER_FRAME_MAX: Final = 4_096
 SWEEP_NS: Final = 250 * MS_NS  # how soon an overdue connection or call is noticed
+PEER_STALL_NS: Final = 30 * SECOND_NS  # for a peer to read, or to go on with what it began to send
 LINGER_NS: Final = 2 * SECOND_NS  # for a peer to read our last words
 ACCEPTS_PER_EVENT_MAX: Final = 64
 

@@ -20,6 +20,7 @@ from kvstore.limits import (
     IDLE_WAIT_NS,
     INLINE_PUT_BYTES_MAX,
     LINGER_NS,
+    PEER_STALL_NS,
     SECOND_NS,
 )
 from kvstore.server.call import Call
@@ -79,6 +80,8 @@ class Connection:
         "_interest",
         "_lingering",
         "_plane",
+        "_progress",
+        "_progress_ns",
         "_waits_writable",
         "call",
         "channel",
@@ -108,6 +111,8 @@ class Connection:
         self.in_turn = False
         self.is_closed = False
         self._lingering = False
+        self._progress: tuple[object, ...] | None = None
+        self._progress_ns = 0
         self._blocked = False
         self._waits_writable = False
         self._interest: int = READABLE
@@ -291,6 +296,18 @@ class Connection:
             self.give_up(DeadlineExceeded(f"no HELLO came within {wait_s} s of connecting: send it first"))
         elif self._lingering or (self.session.request is None and not self.is_admin):
             self.close()
+
+    def watch_progress(self) -> None:
+        """Called now and then: gives up a peer that neither reads nor sends on, and would hold memory for ever."""
+        progress = self.channel.progress
+        now_ns = self._plane.now_ns
+        if progress is None or progress != self._progress:
+            self._progress = progress
+            self._progress_ns = now_ns
+        elif now_ns - self._progress_ns >= PEER_STALL_NS and not self._lingering and not self.is_admin:
+            self.metrics.deadlines += 1
+            limit_s = PEER_STALL_NS // SECOND_NS
+            self.give_up(DeadlineExceeded(f"the peer neither read nor sent on for {limit_s} s in the middle of a call"))
 
     def close(self) -> None:
         """Closes at once; the call in progress is abandoned. Idempotent."""

@@ -231,6 +231,7 @@ class DataPlane:
                 connection.guard(call.overdue)
             elif connection.due_ns <= now_ns:
                 connection.expire()
+            connection.watch_progress()
         for writer in self._clients.expire_writers(now_ns):
             writer.doom(orphaned=True)
 

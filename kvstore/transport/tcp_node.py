@@ -40,7 +40,7 @@ class _Progress:
 class TcpNodeChannel(TcpChannel):
     """See `kvstore.transport.base.NodeChannel`."""
 
-    __slots__ = ("_events", "_landings", "_other", "_request_id", "_unfetched_id")
+    __slots__ = ("_events", "_landings", "_other", "_placed_count", "_request_id", "_unfetched_id")
 
     def __init__(self, connected: socket.socket, other: OtherPayload, *, body_bytes_max: int) -> None:
         """
@@ -54,7 +54,16 @@ class TcpNodeChannel(TcpChannel):
         self._landings: dict[int, _Progress] = {}
         self._events: FetchEvents | None = None
         self._request_id = 0
+        self._placed_count = 0  # frames with payload that have begun
         self._unfetched_id = -1  # request whose payload nobody wants any more; -1 is none's
+
+    @property
+    def progress(self) -> tuple[object, ...] | None:
+        """How far the peer is with what is expected of it: to read, or to send on; None when nothing is."""
+        position = self.reader.position
+        if position is None and not self._landings and not self.writer.pending_bytes:
+            return None
+        return position, self._placed_count, self.writer.sent_bytes
 
     def deliver(
         self,
@@ -91,6 +100,7 @@ class TcpNodeChannel(TcpChannel):
 
     def place(self, frame: Frame) -> Sequence[memoryview] | None:
         """PayloadSink of this connection's reader."""
+        self._placed_count += 1
         if frame.type is not FrameType.DATA:
             return self._other.place_other(frame)
         if not self._other.accepts_data(frame) or frame.request_id == self._unfetched_id:

@@ -127,6 +127,13 @@ class FrameReader:
         return self._frame is not None and not self._dest
 
     @property
+    def position(self) -> tuple[int, ...] | None:
+        """Tells one place within the frame in progress from another; None between frames and while paused."""
+        if self._frame is None and self._body is None and self._end == self._start:
+            return None
+        return None if self.paused else (self._end - self._start, self._body_at, self._dest_next, self._dest_at)
+
+    @property
     def wanted_bytes(self) -> int:
         """How many bytes the frame in progress still needs, as far as is known; at least 1."""
         if self._frame is not None:
@@ -363,6 +370,11 @@ class FrameWriter:
     def pending_bytes(self) -> int:
         """Queued and not sent yet."""
         return self._queued - self._sent
+
+    @property
+    def sent_bytes(self) -> int:
+        """Taken by the socket so far."""
+        return self._sent
 
     def push(
         self,
