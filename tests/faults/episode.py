@@ -22,6 +22,7 @@ from tests.faults.ledger import Ledger
 from tests.faults.load import Load, LoadPlan
 from tests.faults.node import HurtNode
 
+SEGMENT: Final = "2MiB"  # small, so that segments are opened, sealed and evicted in every round
 STEP_WAIT_S: Final = 1.5  # a step that the load did not reach by then is not waited for: the worker is killed then
 AFTERMATH_S: Final = 0.1
 BALANCE_ROUNDS: Final = 5
@@ -76,7 +77,7 @@ class Episode:
 
     def __init__(self, folder: Path, plan: EpisodePlan) -> None:
         self.plan = plan
-        self.node = HurtNode(folder, capacity=f"{plan.capacity_bytes}B")
+        self.node = HurtNode(folder, capacity=f"{plan.capacity_bytes}B", arguments=("--segment-bytes", SEGMENT))
         self.ledger = Ledger()
         self.told: Counter[str] = Counter()
         self._choice = random.Random(plan.seed)
