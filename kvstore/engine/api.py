@@ -212,8 +212,10 @@ class Engine(Protocol):
     ) -> None:
         """Ask for a ticket. A second put of a key in progress waits for the first and then gets Exists, or the ticket if that failed."""
 
-    def wait(self, ref: NamespaceRef, keys: bytes, deadline_ns: int, on_done: Callable[[bytes], None]) -> None:
-        """Statuses once no key is pending any more, or at the deadline."""
+    def wait(
+        self, ref: NamespaceRef, keys: bytes, deadline_ns: int, on_done: Callable[[bytes], None]
+    ) -> Callable[[], None]:
+        """Statuses once no key is pending any more, or at the deadline; calling what it returns ends the wait soon."""
 
     def delete(self, ref: NamespaceRef, keys: bytes, on_done: Callable[[bytes], None]) -> None:
         """Logged and synced before `on_done(statuses)`; status 0 deleted, ABSENT otherwise."""

@@ -376,7 +376,9 @@ class DriveEngine:
         else:
             self.store.writer.open_put(spec, on_grant, streaming=streaming)
 
-    def wait(self, ref: NamespaceRef, keys: bytes, deadline_ns: int, on_done: Callable[[bytes], None]) -> None:
+    def wait(
+        self, ref: NamespaceRef, keys: bytes, deadline_ns: int, on_done: Callable[[bytes], None]
+    ) -> Callable[[], None]:
         """See `api.Engine.wait`."""
         _check_keys(keys)
 
@@ -385,7 +387,7 @@ class DriveEngine:
             missing = np.flatnonzero(self.catalog.lookup(wanted) == 0).tolist()
             on_done(self._statuses(ref, keys, wanted, missing))
 
-        self._waits.add([index_key(ref, key) for key in _each(keys)], deadline_ns, done)
+        return self._waits.add([index_key(ref, key) for key in _each(keys)], deadline_ns, done)
 
     def delete(self, ref: NamespaceRef, keys: bytes, on_done: Callable[[bytes], None]) -> None:
         """See `api.Engine.delete`."""

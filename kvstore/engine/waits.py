@@ -18,13 +18,18 @@ class Waits:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def add(self, keys: list[bytes], deadline_ns: int, on_done: Callable[[], None]) -> None:
-        """Call back once none of the keys is pending, or at the deadline; at once if none is."""
+    def add(self, keys: list[bytes], deadline_ns: int, on_done: Callable[[], None]) -> Callable[[], None]:
+        """Call back once none of the keys is pending, or at the deadline; at once if none is.
+
+        Returns:
+            What ends the wait with the next `check`.
+        """
         left = [key for key in keys if key in self._pending]
         if left:
             heappush(self._heap, (deadline_ns, next(self._serial), left, on_done))
         else:
             on_done()
+        return left.clear
 
     def check(self, now_ns: int) -> None:
         """Call back whoever has waited enough."""

@@ -96,13 +96,18 @@ class Call:
 
 
 class Answer(Call):
-    """A call that waits for one callback of the engine, and is answered by one END."""
+    """A call that waits for one callback of the engine, and is answered by one END.
 
-    __slots__ = ("_count",)
+    Attributes:
+        end_wait: makes the engine forget that it was asked, where it can.
+    """
+
+    __slots__ = ("_count", "end_wait")
 
     def __init__(self, connection: Connection, verb: Verb, *, count: int, now_ns: int, deadline_ns: int) -> None:
         super().__init__(connection, verb, now_ns=now_ns, deadline_ns=deadline_ns)
         self._count = count
+        self.end_wait: Callable[[], None] | None = None
 
     @shielded
     def done(self, statuses: bytes = b"") -> None:
@@ -111,4 +116,9 @@ class Answer(Call):
 
     def cancel(self) -> None:
         """Ends as if the deadline had come."""
+        self.release()
         self.finish(End(statuses=bytes([MissReason.DEADLINE]) * self._count))
+
+    def release(self) -> None:
+        if self.end_wait is not None:
+            self.end_wait()

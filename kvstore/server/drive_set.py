@@ -151,12 +151,21 @@ class DriveSet:
         for engine, part in self._pins.pop(pin_id, []):
             engine.unpin(part)
 
-    def wait(self, ref: NamespaceRef, keys: bytes, deadline_ns: int, on_done: Callable[[bytes], None]) -> None:
+    def wait(
+        self, ref: NamespaceRef, keys: bytes, deadline_ns: int, on_done: Callable[[bytes], None]
+    ) -> Callable[[], None]:
         """See `Engine.wait`."""
         answers: list[bytes] = []
         left = _Countdown(len(self._engines), lambda: on_done(_merged(answers)))
-        for engine in self._engines:
-            engine.wait(_known(engine, ref), keys, deadline_ns, left.collecting(answers))
+        parts = [
+            engine.wait(_known(engine, ref), keys, deadline_ns, left.collecting(answers)) for engine in self._engines
+        ]
+
+        def end() -> None:
+            for end_part in parts:
+                end_part()
+
+        return end
 
     def delete(self, ref: NamespaceRef, keys: bytes, on_done: Callable[[bytes], None]) -> None:
         """See `Engine.delete`."""

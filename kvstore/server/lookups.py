@@ -95,7 +95,7 @@ def wait(connection: Connection, body: bytes | bytearray, engine: Engine, now_ns
         connection.answer(End(statuses=_ABSENT * count))
         return
     call = _begin(connection, Verb.WAIT, count, now_ns)
-    engine.wait(namespace, request.keys, now_ns + request.deadline_ns, call.done)
+    call.end_wait = engine.wait(namespace, request.keys, now_ns + request.deadline_ns, call.done)
 
 
 def delete(connection: Connection, body: bytes | bytearray, engine: Engine, now_ns: int) -> None:

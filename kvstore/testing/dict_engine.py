@@ -167,18 +167,22 @@ class DictEngine:
         """See `Engine.unpin`."""
         self.unpinned.append(pin_id)
 
-    def wait(self, ref: NamespaceRef, keys: bytes, deadline_ns: int, on_done: Callable[[bytes], None]) -> None:
+    def wait(
+        self, ref: NamespaceRef, keys: bytes, deadline_ns: int, on_done: Callable[[bytes], None]
+    ) -> Callable[[], None]:
         """See `Engine.wait`."""
+        ended: list[bool] = []
 
         def is_over() -> bool:
             statuses = bytes(self._status(ref, key) for key in _split(keys))
-            if MissReason.PENDING in statuses and time.monotonic_ns() < deadline_ns:
+            if not ended and MissReason.PENDING in statuses and time.monotonic_ns() < deadline_ns:
                 return False
             on_done(statuses)
             return True
 
         if not is_over():
             self._waits.append((deadline_ns, is_over))
+        return lambda: ended.append(True)
 
     def delete(self, ref: NamespaceRef, keys: bytes, on_done: Callable[[bytes], None]) -> None:
         """See `Engine.delete`."""

@@ -206,3 +206,8 @@ def test_waits_end_when_nothing_is_pending_or_at_their_deadline() -> None:
     waits.check(51)
     assert done == ["none", "late", "both"]
     assert waits.next_deadline_ns() is None
+    pending[b"a"] = 1
+    waits.add([b"a"], 1000, lambda: done.append("ended"))()
+    waits.check(52)
+    assert done[3:] == ["ended"]
+    assert len(waits) == 0
