@@ -26,6 +26,7 @@ from kvstore.limits import (
 from kvstore.server.call import Call
 from kvstore.server.clients import Client
 from kvstore.server.loop import BROKEN, READABLE, WRITABLE, Loop
+from kvstore.telemetry.logs import RepeatLogger
 from kvstore.telemetry.metrics import DataplaneMetrics, error_index
 from kvstore.transport.tcp_node import TcpNodeChannel
 from kvstore.types.flow import FlowClass
@@ -44,6 +45,7 @@ class Plane(Protocol):
 
     loop: Loop
     metrics: DataplaneMetrics
+    faults: RepeatLogger
     epoch: int
     now_ns: int
     clock: Callable[[], int]
@@ -267,7 +269,7 @@ class Connection:
             self.close()  # the peer is gone: its own affair
         elif isinstance(error, KVStoreError):
             self.metrics.protocol_errors += 1
-            log.info("%s: %s", self.channel.peer, error)
+            self._plane.faults.warning("protocol", f"{self.channel.peer}: {error}")
             self.give_up(error)
         else:
             log.error("defect while serving %s", self.channel.peer, exc_info=error)

@@ -31,11 +31,12 @@ from kvstore.server import lookups
 from kvstore.server.admission import Admission, agreed_version
 from kvstore.server.clients import Client, Clients
 from kvstore.server.connection import Connection
-from kvstore.server.loop import Loop
+from kvstore.server.loop import READABLE, Loop
 from kvstore.server.puts import start_offer
 from kvstore.server.reads import start_get
 from kvstore.server.verbs import AdminVerbs
 from kvstore.server.writer_calls import WriterCommitCall, WriterOpenCall, WriterWriteCall, abort_writers
+from kvstore.telemetry.logs import RepeatLogger
 from kvstore.telemetry.metrics import DataplaneMetrics, Verb
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import Refused, RefusedReason
@@ -76,6 +77,7 @@ class DataPlane:
 
     Attributes:
         loop, metrics, clock: see there.
+        faults: takes the log lines that peers can cause by the thousand.
         handlers: what carries out each request, and CANCEL.
         epoch: of the view.
         now_ns: the time of this turn.
@@ -94,6 +96,7 @@ class DataPlane:
     ) -> None:
         self.loop = loop
         self.metrics = metrics
+        self.faults = RepeatLogger(log)
         self.epoch = 0
         self.is_draining = False
         self.now_ns = clock()
@@ -111,6 +114,7 @@ class DataPlane:
         self._clients = Clients()
         self._turns: deque[Connection] = deque()
         self._listeners: list[socket.socket] = []
+        self._full: set[socket.socket] = set()  # listeners that are not listened to until the next sweep
         self._sweep_ns = self.now_ns + SWEEP_NS
         self.handlers: Mapping[FrameType, Callable[[Connection, Frame], None]] = {
             FrameType.HELLO: self._hello,
@@ -157,6 +161,7 @@ class DataPlane:
             self.loop.forget(listening.fileno())
             listening.close()
         self._listeners.clear()
+        self._full.clear()
 
     @property
     def calls_active(self) -> int:
@@ -183,7 +188,7 @@ class DataPlane:
             timer_ns = self._engine.next_timer_ns()
             self._timer_ns = _NEVER_NS if timer_ns is None else timer_ns
             self._timer_is_stale = False
-        due_ns = min(self._timer_ns, self._sweep_ns if self._connections else _NEVER_NS)
+        due_ns = min(self._timer_ns, self._sweep_ns if self._connections or self._full else _NEVER_NS)
         return None if due_ns == _NEVER_NS else max(0, due_ns - self.clock())
 
     def woke(self) -> None:
@@ -232,6 +237,8 @@ class DataPlane:
             elif connection.due_ns <= now_ns:
                 connection.expire()
             connection.watch_progress()
+        while self._full:
+            self.loop.change(self._full.pop().fileno(), READABLE)
         for writer in self._clients.expire_writers(now_ns):
             writer.doom(orphaned=True)
 
@@ -243,8 +250,10 @@ class DataPlane:
             except BlockingIOError:
                 return
             except OSError as error:
-                # out of descriptors, or the peer is gone already: the others go on
-                log.warning("a connection could not be accepted: %s", error)
+                # out of descriptors, or the peer is gone already: the others go on, and the loop does not spin
+                self.faults.warning("accept", f"a connection could not be accepted: {error}; see `ulimit -n`")
+                self.loop.change(listening.fileno(), 0)
+                self._full.add(listening)
                 return
             self.metrics.accepted += 1
             connection = self._add(accepted)

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -18,7 +19,7 @@ from types import FrameType as StackFrame
 from typing import Final
 
 from kvstore.errors import KVStoreError
-from kvstore.limits import SECOND_NS
+from kvstore.limits import CONNECTIONS_MAX, SECOND_NS
 from kvstore.server.admission import Admission, OpenAdmission
 from kvstore.server.connection import Connection
 from kvstore.server.dataplane import DataPlane, Identity
@@ -37,6 +38,7 @@ _BOOT_ID_BYTES: Final = 16
 _GC_OBJECTS: Final = 100_000
 """New objects between collections: the hot path makes no cycles, and a full pass would be a pause."""
 _LINGER_NS: Final = SECOND_NS // 5
+_DESCRIPTORS_OWN: Final = 128  # of drives, rings, pipes, sockets to the supervisor
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::"})
 
 
@@ -198,12 +200,26 @@ def die_with_parent() -> None:
         log.warning("prctl(PR_SET_PDEATHSIG) failed: %s", os.strerror(ctypes.get_errno()))
 
 
+def allow_descriptors() -> None:
+    """Raises the soft limit on open files as far as the hard one allows, and says when that is too little."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < CONNECTIONS_MAX + _DESCRIPTORS_OWN:
+        log.warning(
+            "%d open files are allowed, %d connections need %d: raise the hard limit (ulimit -Hn, LimitNOFILE=)",
+            hard,
+            CONNECTIONS_MAX,
+            CONNECTIONS_MAX + _DESCRIPTORS_OWN,
+        )
+
+
 def main() -> None:
     """The worker's process, from its one argument on."""
     launch = WorkerLaunch.from_argument(sys.argv[1])
     configure(level=LogLevel(launch.log_level), format=LogFormat(launch.log_format), process=f"worker-{launch.rail}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
+    allow_descriptors()
     sys.exit(Worker(launch).run())
 
 

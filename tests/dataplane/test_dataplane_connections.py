@@ -325,14 +325,35 @@ def test_connections_over_the_limit_are_told(lab: PlaneLab, monkeypatch: pytest.
 def test_running_out_of_descriptors_does_not_end_the_node(lab: PlaneLab, monkeypatch: pytest.MonkeyPatch) -> None:
     client = lab.client()
     listening = lab.plane._listeners[0]
+    tries = 0
 
     class Exhausted:
+        fileno = staticmethod(listening.fileno)
+
         def accept(self) -> tuple[socket.socket, object]:
+            nonlocal tries
+            tries += 1
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    lab.plane._accept(Exhausted())  # type: ignore[arg-type]
-    assert listening.fileno() >= 0
-    client.call(Ping(), Pong)
+    lab.loop._handlers[listening.fileno()] = lambda _: lab.plane._accept(Exhausted())  # type: ignore[arg-type]
+    waiting = lab.socket()
+    for _ in range(20):
+        client.call(Ping(), Pong)
+    assert tries == 1, "it does not spin on the one that waits"
+    lab.loop._handlers[listening.fileno()] = lambda _: lab.plane._accept(listening)
+    lab.clock_ns += SECOND_NS
+    lab.turn_until(lambda: lab.metrics.connections == 2)
+    waiting.close()
+
+
+def test_a_flood_of_bad_frames_is_one_line_in_the_log(lab: PlaneLab, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(5):
+        client = raw_client(lab)
+        client.send_raw(b"x" * 64)
+        with pytest.raises(FormatUnsupported):
+            client.receive()
+    assert len([line for line in caplog.messages if "does not speak this protocol" in line]) == 1
+    assert lab.metrics.protocol_errors == 5
 
 
 def test_who_does_not_greet_in_time_is_closed(lab: PlaneLab) -> None:

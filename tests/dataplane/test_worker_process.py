@@ -129,6 +129,17 @@ def test_the_worker_never_loads_grpc_or_protobuf() -> None:
     assert found.stdout.strip() == "[]"
 
 
+def test_a_worker_may_open_as_many_files_as_the_hard_limit_allows() -> None:
+    code = (
+        "import resource; from kvstore.server.worker import allow_descriptors;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024)); allow_descriptors();"
+        "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ended.stdout.split() == ["1024", "1024"]
+    assert "1024 open files are allowed, 8192 connections need" in ended.stderr
+
+
 def test_ready_names_addresses_and_targets(worker: WorkerProcess) -> None:
     ready = worker.ask("ready")
     (target,) = ready["targets"]
