@@ -199,7 +199,8 @@ class Engine(Protocol):
         client_id: bytes = b"",
     ) -> MatchOutcome: ...
 
-    def unpin(self, pin_id: int) -> None: ...
+    def unpin(self, pin_id: int, *, client_id: bytes) -> None:
+        """End a pin of this client; any other's, and one that is gone, is passed over."""
 
     def read(self, spec: ReadSpec, sink: ReadSink, *, now_ns: int) -> ReadHandle: ...
 

@@ -288,9 +288,9 @@ class DriveEngine:
         if keys and self._namespaces.is_current(ref):
             self.catalog.touch_keys(index_keys(ref, keys), self._tick)
 
-    def unpin(self, pin_id: int) -> None:
+    def unpin(self, pin_id: int, *, client_id: bytes) -> None:
         """See `api.Engine`."""
-        self._pins.unpin(pin_id)
+        self._pins.unpin(pin_id, client_id=client_id)
 
     def _statuses(self, ref: NamespaceRef, keys: bytes | memoryview, wanted: U64, missing: Sequence[int]) -> bytes:
         """One byte per key: 0 for a hit, else why not. `missing` are those that the index has not."""

@@ -78,11 +78,12 @@ class Pins:
         heappush(self._expiry, (until_ns, id))
         return id
 
-    def unpin(self, id: int) -> None:
-        """End a pin. Ids that are unknown, expired or released already are passed over."""
-        pin = self._pins.pop(id, None)
-        if pin is None:
+    def unpin(self, id: int, *, client_id: bytes | None = None) -> None:
+        """End a pin. Ids that are unknown, expired, released already, or not of `client_id` are passed over."""
+        pin = self._pins.get(id)
+        if pin is None or client_id not in (None, pin.client_id):
             return
+        del self._pins[id]
         self._catalog.unpin(pin.keys)
         mine = self._pins_of[pin.client_id]
         mine.discard(id)

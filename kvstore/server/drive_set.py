@@ -91,7 +91,7 @@ class DriveSet:
         """
         self._names = [name.encode() for name, _ in drives]
         self._engines = [engine for _, engine in drives]
-        self._pins: dict[int, Sequence[tuple[Engine, int]]] = {}
+        self._pins: dict[int, tuple[bytes, Sequence[tuple[Engine, int]]]] = {}
         self._last_pin = 0
         for engine in self._engines:
             for known in list(engine.store.namespaces):
@@ -140,16 +140,19 @@ class DriveSet:
         pins = [(engine, one.pin_id) for engine, one in zip(self._engines, outcomes, strict=True) if one.pin_id]
         return MatchOutcome(
             statuses=statuses,
-            pin_id=self._add_pin(pins) if pins else 0,
+            pin_id=self._add_pin(client_id, pins) if pins else 0,
             pinned=bool(pins) and all(one.pinned or not one.hit_bytes for one in outcomes),
             hit_bytes=sum(one.hit_bytes for one in outcomes),
             load_ns=max(one.load_ns for one in outcomes),
         )
 
-    def unpin(self, pin_id: int) -> None:
+    def unpin(self, pin_id: int, *, client_id: bytes) -> None:
         """See `Engine.unpin`."""
-        for engine, part in self._pins.pop(pin_id, []):
-            engine.unpin(part)
+        owner, parts = self._pins.get(pin_id, (b"", ()))
+        if parts and owner == client_id:
+            del self._pins[pin_id]
+            for engine, part in parts:
+                engine.unpin(part, client_id=client_id)
 
     def wait(
         self, ref: NamespaceRef, keys: bytes, deadline_ns: int, on_done: Callable[[bytes], None]
@@ -244,12 +247,12 @@ class DriveSet:
         scores = [digest(b"kvstore.drive.v1", head, name) for name in self._names]
         return self._engines[scores.index(max(scores))]
 
-    def _add_pin(self, pins: Sequence[tuple[Engine, int]]) -> int:
+    def _add_pin(self, client_id: bytes, pins: Sequence[tuple[Engine, int]]) -> int:
         if len(self._pins) >= PINS_MAX:
             # pins run out by themselves and are forgotten here oldest first; giving back a forgotten one does nothing
             self._pins.pop(next(iter(self._pins)))
         self._last_pin += 1
-        self._pins[self._last_pin] = pins
+        self._pins[self._last_pin] = client_id, pins
         return self._last_pin
 
 

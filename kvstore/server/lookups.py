@@ -67,7 +67,8 @@ def match(connection: Connection, body: bytes | bytearray, engine: Engine, now_n
 def unpin(connection: Connection, body: bytes | bytearray, engine: Engine) -> None:
     """UNPIN."""
     connection.metrics.calls[Verb.OTHER] += 1
-    engine.unpin(Unpin.decode(body).pin_id)
+    client = connection.client
+    engine.unpin(Unpin.decode(body).pin_id, client_id=client.id if client else b"")
     connection.answer(End())
 
 

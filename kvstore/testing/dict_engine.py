@@ -163,7 +163,7 @@ class DictEngine:
             load_ns=1000,
         )
 
-    def unpin(self, pin_id: int) -> None:
+    def unpin(self, pin_id: int, *, client_id: bytes) -> None:
         """See `Engine.unpin`."""
         self.unpinned.append(pin_id)
 

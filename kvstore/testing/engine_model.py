@@ -266,7 +266,7 @@ class EngineMachine(RuleBasedStateMachine):
     def unpin(self, at: int, keep: bool) -> None:
         """End a pin, perhaps one that was ended before."""
         pin = self.pins[at % len(self.pins)]
-        self.driver.engine.unpin(pin)
+        self.driver.engine.unpin(pin, client_id=self.driver.client_id)
         if not keep:
             self.pins.remove(pin)
 

@@ -220,7 +220,11 @@ def test_lookups_pins_wait_delete_prefetch_drop(node: Node, client: LabClient) -
     assert found.statuses == bytes(10) + bytes([MissReason.ABSENT])
     assert found.pinned
     assert found.load_ns > 0
+    stranger = node.lab.client(client_id=b"S" * 16)
+    stranger.call(Unpin(pin_id=found.pin_id), End)
+    assert sum(drive.catalog.pinned_bytes for drive in node.drives), "a pin is its client's"
     client.call(Unpin(pin_id=found.pin_id), End)
+    assert not sum(drive.catalog.pinned_bytes for drive in node.drives)
     assert client.call(Wait(namespace=NS, keys=blob, deadline_ns=SECOND_NS), End).statuses == bytes(10)
     client.call(Prefetch(namespace=NS, keys=blob), End)
     deleted = client.call(Delete(namespace=NS, keys=keys[3] + key_of(99)), End).statuses

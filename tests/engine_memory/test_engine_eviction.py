@@ -118,8 +118,10 @@ def test_pinned_records_stay_until_their_pin_ends() -> None:
         lab.driver.advance(SECOND_NS)
     assert lab.there("k", range(1, 17)) == list(range(1, 17))
     assert lab.engine.catalog.pinned_bytes == 16 * (48 * KiB + PAGE_BYTES)
-    lab.engine.unpin(outcome.pin_id)
-    lab.engine.unpin(outcome.pin_id)
+    lab.engine.unpin(outcome.pin_id, client_id=b"another")
+    assert lab.engine.catalog.pinned_bytes
+    for _ in range(2):
+        lab.engine.unpin(outcome.pin_id, client_id=lab.driver.client_id)
     for round_number in range(40, 80):
         lab.put(f"cold{round_number}-", range(1, 21), length=48 * KiB)
         lab.driver.advance(SECOND_NS)
