@@ -10,6 +10,7 @@ from kvstore.errors import (
     DeadlineExceeded,
     Denied,
     InvalidRequest,
+    KVStoreError,
     NoSpace,
     Overloaded,
     QuotaExceeded,
@@ -117,7 +118,16 @@ class OutgoingRecord:
 class StoreJob(Job):
     """Writes the records of one target. Puts are idempotent, so after a break all that is open is offered again."""
 
-    __slots__ = ("_asked", "_durability", "_knows_manifest", "_manifest", "_namespace", "_records", "_wait")
+    __slots__ = (
+        "_asked",
+        "_durability",
+        "_is_taken",
+        "_knows_manifest",
+        "_manifest",
+        "_namespace",
+        "_records",
+        "_wait",
+    )
 
     def __init__(
         self,
@@ -145,6 +155,7 @@ class StoreJob(Job):
         self._durability = durability
         self._wait = wait
         self._knows_manifest = False
+        self._is_taken = False  # the node has granted or ended items of the present offer
         self._asked: Sequence[OutgoingRecord] = ()
 
     def wants_another_try(self) -> bool:
@@ -168,6 +179,7 @@ class StoreJob(Job):
                 self._knows_manifest = True
                 for record in unknown:
                     record.finish(OPEN)
+                    record.was_offered = False  # the node has nothing of a namespace that it does not know
                 yield from self._offer(connection, unknown)
 
     def _parts(self, records: list[OutgoingRecord], connection: Connection) -> Iterator[list[OutgoingRecord]]:
@@ -181,6 +193,18 @@ class StoreJob(Job):
                 yield same[part.start : part.stop]
 
     def _offer(self, connection: Connection, records: list[OutgoingRecord]) -> Steps:
+        were_offered = [record.was_offered for record in records]
+        self._is_taken = False
+        try:
+            yield from self._exchange(connection, records)
+        except KVStoreError:
+            if connection.is_idle and not self._is_taken:
+                # the node refused the offer as a whole: what is not known yet is not known from before
+                for record, was_offered in zip(records, were_offered, strict=True):
+                    record.was_offered = was_offered
+            raise
+
+    def _exchange(self, connection: Connection, records: list[OutgoingRecord]) -> Steps:
         assert connection.welcome is not None
         self._asked = records
         total = sum(record.length_bytes for record in records)
@@ -195,6 +219,7 @@ class StoreJob(Job):
         )
         while True:
             for frame in (yield from connection.receive()):
+                self._is_taken = True
                 if frame.type is FrameType.GRANT:
                     yield from self._send(connection, connection.decode(Grant, frame))
                 elif frame.type is FrameType.RESULT:
@@ -251,6 +276,8 @@ def refusal_of(job: Job, record: OutgoingRecord) -> tuple[RefusedReason, str]:
     """The reason and detail for a record that is open although its job has ended for good."""
     failure = job.failure
     detail = str(failure) if failure is not None else "the node ended the offer without telling this item's outcome"
+    if record.was_offered:
+        return RefusedReason.OUTCOME_UNKNOWN, detail
     if isinstance(failure, Denied):
         return RefusedReason.DENIED, detail
     if isinstance(failure, UnknownNamespace):
@@ -263,8 +290,6 @@ def refusal_of(job: Job, record: OutgoingRecord) -> tuple[RefusedReason, str]:
         return RefusedReason.NO_SPACE, detail
     if isinstance(failure, Overloaded | StaleView):
         return RefusedReason.OVERLOADED, detail
-    if record.was_offered:
-        return RefusedReason.OUTCOME_UNKNOWN, detail
     if isinstance(failure, DeadlineExceeded):
         return RefusedReason.DEADLINE, detail
     return RefusedReason.OVERLOADED, detail

@@ -559,6 +559,25 @@ def test_a_put_that_always_breaks_is_unknown_not_raised(client, node, opaque) ->
     assert results[0].detail
 
 
+@pytest.mark.parametrize("error", [Overloaded("busy"), Denied("not any more"), InvalidRequest("no")])
+def test_a_refusal_after_a_break_does_not_tell_what_the_break_has_hidden(client, node, opaque, error) -> None:
+    ns = client.namespace(opaque)
+    keys = ns.keys(TOKENS)
+    ns.put(keys[:1], [b"warm"])
+    refuse = refuse_with(error)
+    broken = []
+
+    def script(link, frame) -> bool:
+        if frame.type is FrameType.OFFER and not broken:
+            broken.append(frame)
+            link.kill()
+            return True
+        return bool(broken) and refuse(link, frame)
+
+    node.script = script
+    assert {one.reason for one in ns.put(keys[1:], [b"x"] * 7)} == {RefusedReason.OUTCOME_UNKNOWN}
+
+
 def test_a_restarted_node_is_noticed(client, node, stored) -> None:
     """Same port, other boot id, manifests forgotten: gets and puts go on, pins are gone."""
     ns, keys, payloads = stored
