@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvstore.engine.api import (
     POSITION_NONE,
@@ -27,7 +27,8 @@ from kvstore.types.results import Exists, MissReason, Refused, Stored
 
 BLOCK_BYTES = 4096
 _TURN_NS = MS_NS // 100
-_TURNS_MAX = 20_000
+_TURNS_MAX = 5_000
+_TURNS_STALLED = 200
 _IDLE_WAIT_MS = 5
 
 Outcome = Stored | Exists | Refused
@@ -102,6 +103,7 @@ class Driver:
     Attributes:
         client_id: of all calls.
         block_bytes: checksum block of all puts.
+        on_stall: called now and then while nothing moves: the test may hold what the engine waits for.
     """
 
     engine: Engine
@@ -109,7 +111,7 @@ class Driver:
     client_id: bytes = b"driver" + bytes(10)
     block_bytes: int = BLOCK_BYTES
     timeout_ns: int = 3600 * SECOND_NS
-    _outcomes: dict[int, Outcome] = field(default_factory=dict)
+    on_stall: Callable[[], None] | None = None
 
     # --- time ---------------------------------------------------------------------------------------------------------
     def advance(self, duration_ns: int) -> None:
@@ -122,9 +124,11 @@ class Driver:
         poller = select.poll()
         for fileno in self.engine.filenos():
             poller.register(fileno, select.POLLIN)
-        for _ in range(_TURNS_MAX):
+        for turn in range(1, _TURNS_MAX):
             if condition():
                 return
+            if turn % _TURNS_STALLED == 0 and self.on_stall is not None:
+                self.on_stall()
             self.now_ns += _TURN_NS
             self.engine.poll(self.now_ns)
             if not condition():

@@ -107,7 +107,7 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.subject = type(self).make_subject()
-        self.driver = Driver(self.subject.engine)
+        self.driver = Driver(self.subject.engine, on_stall=self._let_go)
         self.refs: list[NamespaceRef] = []
         self.model: dict[Slot, Known] = {}
         self.pins: list[int] = []
@@ -234,6 +234,12 @@ class EngineMachine(RuleBasedStateMachine):
                 allowed = self.model.get(slot, Known()).values | self._then.get(slot, set())
                 assert not isinstance(answer, bytes) or answer in allowed, f"{slot} brought bytes that nobody put"
         self._then = {}
+
+    def _let_go(self) -> None:
+        """Somebody waits for memory that the open reads hold."""
+        for sink, _, _ in self.open_reads:
+            sink.let_go()
+            sink.hold = True
 
     def _check_answer(self, slot: Slot, answer: bytes | MissReason | None) -> None:
         known = self.model.get(slot, Known())
