@@ -24,6 +24,7 @@ from kvstore.limits import (
     CAPACITY_BYTES_MIN,
     DATA_DIRS_MAX,
     MS_NS,
+    NODE_ID_BYTES_MAX,
     QUEUE_DEPTH_DEFAULT,
     QUEUE_DEPTH_MAX,
     SCRUB_BYTES_SECOND_DEFAULT,
@@ -224,6 +225,9 @@ def _check_memory(settings: NodeSettings) -> None:
 
 
 def _check_addresses(settings: NodeSettings) -> None:
+    name_bytes = len(settings.node_id.encode())
+    if name_bytes > NODE_ID_BYTES_MAX:
+        raise ValueError(f"node_id has {name_bytes} bytes, the limit is {NODE_ID_BYTES_MAX}; choose a shorter one")
     if not settings.host:
         raise ValueError("host is empty; name an address to listen on, such as 127.0.0.1")
     for host in settings.host:

@@ -382,15 +382,20 @@ class Connection:
     def _connect(self) -> Steps:
         host, port = split_address(self._address)
         try:
-            family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            held = self._socket = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
-            code = held.connect_ex(where)
-            if code == errno.EINPROGRESS:
-                yield WRITE
-                code = held.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            # Linux may connect a socket in the ephemeral port range to itself when nobody listens there
-            if code == 0 and held.getsockname() == held.getpeername():
-                code = errno.ECONNREFUSED
+            for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                held = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
+                if self._socket is not None:
+                    held = _in_place_of(self._socket, held)  # "localhost" is ::1 first, where nobody may listen
+                self._socket = held
+                code = held.connect_ex(where)
+                if code == errno.EINPROGRESS:
+                    yield WRITE
+                    code = held.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                # Linux may connect a socket in the ephemeral port range to itself when nobody listens there
+                if code == 0 and held.getsockname() == held.getpeername():
+                    code = errno.ECONNREFUSED
+                if code == 0:
+                    break
             if code:
                 raise OSError(code, os.strerror(code))
             held.setblocking(True)
@@ -506,6 +511,16 @@ def _first_bytes(buffers: list[memoryview], length_bytes: int) -> list[memoryvie
         if not length_bytes:
             break
     return first
+
+
+def _in_place_of(old: socket.socket, new: socket.socket) -> socket.socket:
+    """`new` under the descriptor of `old`, which is closed: who waits for that descriptor goes on waiting."""
+    fileno = old.detach()
+    os.dup2(new.fileno(), fileno, inheritable=False)
+    new.close()
+    held = socket.socket(new.family, new.type, new.proto, fileno=fileno)
+    held.setblocking(False)
+    return held
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -23,7 +23,7 @@ EXIT_FAILED: Final = 1
 EXIT_INVALID: Final = 2
 EXIT_UNAVAILABLE: Final = 3
 _WATCH_SECONDS: Final = 2.0
-_TOKENS_FILE_BYTES_MAX: Final = 64 * 1024 * 1024
+_FILE_BYTES_MAX: Final = 64 * 1024 * 1024
 
 app = typer.Typer(
     help="A disaggregated KVCache store: chunks of KV of large language models, on SSD nodes.",
@@ -288,9 +288,12 @@ def _digest(text: str, what: str) -> bytes:
 def _file(path: str, option: str) -> bytes:
     try:
         with open(path, "rb") as file:
-            return file.read(_TOKENS_FILE_BYTES_MAX)
+            content = file.read(_FILE_BYTES_MAX + 1)
     except OSError as error:
         raise InvalidRequest(f"{option} {path} cannot be read: {error.strerror}") from None
+    if len(content) > _FILE_BYTES_MAX:
+        raise InvalidRequest(f"{option} {path} has more than {_FILE_BYTES_MAX} bytes; ask for fewer tokens")
+    return content
 
 
 def _tokens(text: str) -> tuple[int, ...]:

@@ -121,8 +121,10 @@ class _WireResponder:
         piece, going_on = first, True
         while piece and going_on:
             going_on = self._take(frames, piece)
-            writer.writelines(self._out.buffers())
-            self._out.advance(self._out.pending_bytes)
+            while self._out.pending_bytes:
+                buffers = self._out.buffers()  # some of many
+                writer.writelines(buffers)
+                self._out.advance(sum(map(len, buffers)))
             await writer.drain()
             if going_on:
                 async with asyncio.timeout(IDLE_WAIT_NS / SECOND_NS):

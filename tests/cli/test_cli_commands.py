@@ -129,6 +129,14 @@ def test_a_node_that_is_not_there_is_one_line_and_status_3(command: str) -> None
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_file_that_is_too_large_is_refused_not_cut(tmp_path: Path) -> None:
+    with (tmp_path / "tokens").open("wb") as file:
+        file.truncate(64 * 1024 * 1024 + 1)
+    done = run_cli("explain", "--tokens", f"@{tmp_path / 'tokens'}", "--node", "127.0.0.1:1")
+    assert done.returncode == EXIT_INVALID
+    assert "more than 67108864 bytes" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

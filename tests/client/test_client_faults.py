@@ -446,6 +446,18 @@ def test_what_the_caller_did_wrong_is_raised(node, stored) -> None:
     assert {one.reason for one in ns.put(keys, [b"x"] * 8)} == {RefusedReason.DENIED}
 
 
+def test_a_name_with_several_addresses_is_tried_one_by_one(node, monkeypatch) -> None:
+    real = socket.getaddrinfo
+
+    def both(host, port, **kinds):
+        found = real("127.0.0.2" if host == "two.example" else host, port, **kinds)  # where nobody listens
+        return found + real("127.0.0.1", port, **kinds)
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    with KVClient.connect(f"two.example:{node.port}", deadline=20) as client:
+        assert client.stats()["connections_opened"] >= 1
+
+
 def test_nobody_there(opaque) -> None:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

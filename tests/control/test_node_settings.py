@@ -127,6 +127,7 @@ def test_capacity_is_shared_by_the_drives() -> None:
         ({"queue_depth": "0"}, ["--queue-depth", "1"]),
         ({"drive_endurance": "2"}, ["2TiB"]),
         ({"drain_timeout": "2h"}, ["--drain-timeout", "600000000000"]),
+        ({"node_id": "n" * 300}, ["300 bytes", "256", "shorter"]),
         ({"device": "tape"}, ["--device", "'threads'"]),
         ({"colour": "blue"}, ["colour", "known are", "data_dir"]),
     ],

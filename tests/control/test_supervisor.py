@@ -29,7 +29,7 @@ from kvstore.v1 import control_pb2
 from kvstore.wire.codec import unpack_plain
 from kvstore.wire.frames import Frame, FrameReader
 from kvstore.wire.header import FrameType, encode_head
-from kvstore.wire.messages import ErrorReply, Hello, Unpin, ViewReply, ViewRequest, Welcome
+from kvstore.wire.messages import ErrorReply, Hello, Ping, Unpin, ViewReply, ViewRequest, Welcome
 from kvstore.wire.schema import Message
 
 
@@ -287,6 +287,20 @@ def test_other_verbs_there_name_the_data_address(ready: Ready) -> None:
     assert not error.closing
     wire.send(ViewRequest(known_epoch=0), 2)
     assert wire.receive().type is FrameType.VIEW_REPLY
+
+
+def test_many_requests_at_once_are_all_answered(ready: Ready) -> None:
+    wire = WireClient(ready.grpc)
+    wire.hello()
+    wire.receive()
+    count = 1500  # more answers than one list of buffers takes
+    wire.sock.sendall(b"".join(encode_head(FrameType.PING, at, Ping().encode()) for at in range(1, count + 1)))
+    wire.sock.settimeout(20)
+    pongs = b""
+    one = len(encode_head(FrameType.PONG, 1, Ping().encode(), epoch=1))
+    while len(pongs) < count * one:
+        pongs += wire.sock.recv(65536)
+    assert len(pongs) == count * one
 
 
 def test_an_unknown_version_is_told_and_closed(ready: Ready) -> None:
