@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -91,8 +90,3 @@ def _show_namespace_answer(screen: Screen, answer: NamespaceAnswer) -> None:
 def _key_row(at: int, key: KeyAnswer) -> tuple[str, str, str, str]:
     ago = f" ({words_of_seconds(key.ago_ns / SECOND_NS)} ago)" if key.ago_ns else ""
     return str(at), key.key.hex()[:_DIGEST_CHARACTERS], key.status, key.text + ago
-
-
-def show_facts(screen: Screen, title: str, facts: Sequence[tuple[str, object]]) -> None:
-    """Names and values of a small report."""
-    screen.table(title, [(name, str(value)) for name, value in facts])

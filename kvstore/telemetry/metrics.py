@@ -237,7 +237,6 @@ class DataplaneMetrics:
     protocol_errors: int = counter("kvstore_protocol_errors", "Malformed, oversized or unknown frames")
     deadlines: int = counter("kvstore_deadlines_exceeded", "Calls that ended at their deadline")
     cancelled: int = counter("kvstore_calls_cancelled", "Calls that their client cancelled or left")
-    credit_waits: int = counter("kvstore_credit_waits", "Times a get waited for its reader")
     match_ns: Histogram = latency("kvstore_call_seconds", "Time from request to last byte queued", verb="match")
     get_ns: Histogram = latency("kvstore_call_seconds", "Time from request to last byte queued", verb="get")
     put_ns: Histogram = latency("kvstore_call_seconds", "Time from request to last byte queued", verb="put")

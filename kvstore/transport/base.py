@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvstore.types.flow import FlowClass
 from kvstore.wire.frames import Frame
 from kvstore.wire.schema import Message
 from kvstore.wire.slices import Slice
@@ -91,9 +90,3 @@ class NodeChannel(Channel, Protocol):
 
     def unfetch(self) -> None:
         """Forgets all landings: the call is over. Payload on its way is thrown away; no landing is written any more."""
-
-
-class FlowAware(Protocol):
-    """A channel that can mark its traffic for the network (DSCP) or choose a service level."""
-
-    def set_flow(self, flow: FlowClass) -> None: ...
