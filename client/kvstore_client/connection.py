@@ -25,6 +25,7 @@ from kvstore.wire.header import HEADER_BYTES, VERSION, FrameType, encode_head
 from kvstore.wire.messages import Cancel, ErrorReply, Feature, Hello, Welcome
 from kvstore.wire.schema import Message
 from kvstore.wire.session import ClientSession, State, Verdict
+from kvstore_client.address import in_place_of, split_address
 
 READ: Final = 1
 WRITE: Final = 2
@@ -385,7 +386,7 @@ class Connection:
             for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
                 held = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
                 if self._socket is not None:
-                    held = _in_place_of(self._socket, held)  # "localhost" is ::1 first, where nobody may listen
+                    held = in_place_of(self._socket, held)  # "localhost" is ::1 first, where nobody may listen
                 self._socket = held
                 code = held.connect_ex(where)
                 if code == errno.EINPROGRESS:
@@ -511,21 +512,3 @@ def _first_bytes(buffers: list[memoryview], length_bytes: int) -> list[memoryvie
         if not length_bytes:
             break
     return first
-
-
-def _in_place_of(old: socket.socket, new: socket.socket) -> socket.socket:
-    """`new` under the descriptor of `old`, which is closed: who waits for that descriptor goes on waiting."""
-    fileno = old.detach()
-    os.dup2(new.fileno(), fileno, inheritable=False)
-    new.close()
-    held = socket.socket(new.family, new.type, new.proto, fileno=fileno)
-    held.setblocking(False)
-    return held
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[v6]:port". Raises InvalidRequest."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise InvalidRequest(f"address {address!r} is not host:port with a port from 1 to 65535")
-    return host.strip("[]"), int(port)

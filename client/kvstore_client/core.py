@@ -8,7 +8,7 @@ import time
 from kvstore.cluster.view import View
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.limits import TARGETS_MAX, VIEW_RETRY_NS
-from kvstore_client.connection import split_address
+from kvstore_client.address import split_address
 from kvstore_client.options import ClientOptions
 from kvstore_client.planner import TargetId, TargetOf
 from kvstore_client.retry import RetryBudget

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvstore.cluster.view import View
 from kvstore.types.digest import digest
-from kvstore_client.connection import split_address
+from kvstore_client.address import split_address
 from kvstore_client.planner import TargetId, TargetOf
 
 _UNSPECIFIED_HOSTS = frozenset({"0.0.0.0", "::"})
