@@ -37,6 +37,7 @@ CANONICAL_DEPTH_MAX: Final = 8
 # --- disk ------------------------------------------------------------------------------------------------------
 PAGE_BYTES: Final = 4 * KiB
 SEGMENT_BYTES_MIN: Final = 1 * MiB
+SEGMENT_BYTES_SMALL: Final = 32 * MiB  # below it an eviction frees little for what it costs
 SEGMENT_BYTES_MAX: Final = 1 * GiB
 SEGMENTS_ON_DRIVE_MIN: Final = 4  # one open, one closing, one being evicted, one to evict next
 SEGMENTS_MAX: Final = (1 << 20) - 1  # 20 bits of a location name the segment
@@ -95,6 +96,7 @@ FRAME_AIM_BYTES: Final = 1 * MiB  # payload that a node puts into one frame, and
 PUT_WINDOW_BYTES: Final = 32 * MiB  # of one connection's offers that wait for a grant, for payload or for the drive
 PUT_WINDOW_ITEMS: Final = 1_024
 RESULTS_PER_FRAME_MAX: Final = 4_096
+RESULTS_WAIT_NS: Final = 10 * MS_NS  # between two RESULT frames of an offer whose items have not all ended
 SWEEP_NS: Final = 250 * MS_NS  # how soon an overdue connection or call is noticed
 PEER_STALL_NS: Final = 30 * SECOND_NS  # for a peer to read, or to go on with what it began to send
 LINGER_NS: Final = 2 * SECOND_NS  # for a peer to read our last words

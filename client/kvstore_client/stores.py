@@ -21,6 +21,7 @@ from kvstore.errors import (
 from kvstore.limits import (
     DIGEST_BYTES,
     FRAME_BODY_BYTES_MAX,
+    FRAME_PAYLOAD_BYTES_MAX,
     RETRIES_PER_CALL_MAX,
     SLICE_BYTES_MAX,
     SLICES_PER_FRAME_MAX,
@@ -302,7 +303,7 @@ def _views(record: OutgoingRecord) -> list[memoryview]:
 def _data_frames(
     items: Sequence[int], records: Sequence[OutgoingRecord]
 ) -> Iterator[tuple[list[Slice], list[memoryview], int]]:
-    """DATA frames of about SLICE_BYTES_MAX of payload: a large item in several, small items together."""
+    """DATA frames of up to FRAME_PAYLOAD_BYTES_MAX: a large item in several, small items together."""
     slices: list[Slice] = []
     views: list[memoryview] = []
     total = 0
@@ -311,7 +312,7 @@ def _data_frames(
         step = max(record.block_bytes, SLICE_BYTES_MAX // record.block_bytes * record.block_bytes)
         for offset in range(0, record.length_bytes or 1, step):
             length = min(step, record.length_bytes - offset)
-            if slices and (total + length > SLICE_BYTES_MAX or len(slices) == SLICES_PER_FRAME_MAX):
+            if slices and (total + length > FRAME_PAYLOAD_BYTES_MAX or len(slices) == SLICES_PER_FRAME_MAX):
                 yield slices, views, total
                 slices, views, total = [], [], 0
             slices.append(

@@ -19,8 +19,8 @@ class Outcomes:
     def __init__(self) -> None:
         self._clear()
 
-    def __bool__(self) -> bool:
-        return bool(self._items)
+    def __len__(self) -> int:
+        return len(self._items)
 
     def add(self, item: int, status: int, *, content_id: bytes = _NO_ID, detail: str = "") -> None:
         """An item has ended."""

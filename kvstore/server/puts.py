@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.engine.api import Engine, NamespaceRef, PutTicket
 from kvstore.errors import ChecksumMismatch, InvalidRequest
-from kvstore.limits import PUT_WINDOW_BYTES, PUT_WINDOW_ITEMS
+from kvstore.limits import PUT_WINDOW_BYTES, PUT_WINDOW_ITEMS, RESULTS_WAIT_NS
 from kvstore.server.batch import Batch
 from kvstore.server.call import Call, shielded
 from kvstore.server.outcomes import Outcomes
@@ -43,6 +43,7 @@ class PutCall(Call):
         "_open_bytes",
         "_open_count",
         "_outcomes",
+        "_sent_ns",
         "_tickets",
         "_wait_durable",
     )
@@ -78,6 +79,7 @@ class PutCall(Call):
         self._tickets: dict[int, PutTicket] = {}
         self._landings: list[Landing] = []
         self._outcomes = Outcomes()
+        self._sent_ns = now_ns  # when results were sent last
         self._advancing = False
 
     def start(self) -> None:
@@ -93,7 +95,7 @@ class PutCall(Call):
 
     # --- Call -------------------------------------------------------------------------------------------------------
     def has_output(self) -> bool:
-        return not self.over and bool(self._landings or self._outcomes or self._is_complete())
+        return not self.over and (bool(self._landings) or self._is_complete() or self._results_are_due())
 
     def pump(self) -> None:
         connection = self.connection
@@ -101,10 +103,13 @@ class PutCall(Call):
             landings, self._landings = self._landings, []
             connection.session.send(FrameType.GRANT)
             connection.channel.fetch(landings, self.request_id, self, epoch=connection.epoch)
-        for result in self._outcomes.take():
-            connection.session.send(FrameType.RESULT)
-            connection.channel.send(result, self.request_id, epoch=connection.epoch)
-        if self._is_complete():
+        is_complete = self._is_complete()
+        if is_complete or self._results_are_due():
+            self._sent_ns = connection.now_ns
+            for result in self._outcomes.take():
+                connection.session.send(FrameType.RESULT)
+                connection.channel.send(result, self.request_id, epoch=connection.epoch)
+        if is_complete:
             connection.metrics.put_ns.observe(connection.clock() - self.started_ns)
             self.finish(End())
 
@@ -222,8 +227,13 @@ class PutCall(Call):
             self._open_count -= 1
             self._open_bytes -= self._batch.lengths[item]
         self._committed.discard(item)
-        self.connection.request_send()
         self._advance()
+        if self.has_output():
+            self.connection.request_send()
+
+    def _results_are_due(self) -> bool:
+        """Before the end, results go in company: each frame costs a send here and wakes the client for nothing."""
+        return bool(self._outcomes) and self.connection.now_ns - self._sent_ns >= RESULTS_WAIT_NS
 
     def _is_complete(self) -> bool:
         return self._ended_count == self._batch.count
