@@ -25,6 +25,7 @@ from kvstore.limits import (
     PAGE_BYTES,
     SEGMENT_BYTES_MAX,
     SEGMENT_BYTES_MIN,
+    SEGMENT_BYTES_SMALL,
     SEGMENTS_MAX,
     SEGMENTS_ON_DRIVE_MIN,
     KiB,
@@ -43,9 +44,12 @@ class SuperblockFound:
 
 
 def default_segment_bytes(capacity_bytes: int) -> int:
-    """A 64th of the capacity in whole pages, within the bounds of limits.py."""
-    pages = capacity_bytes // 64 // PAGE_BYTES
-    return min(max(pages * PAGE_BYTES, SEGMENT_BYTES_MIN), SEGMENT_BYTES_MAX)
+    """A 64th of the capacity, of a small drive up to a 32nd to reach SEGMENT_BYTES_SMALL, within limits.py's bounds.
+
+    Each eviction costs milliseconds, and the rest that no record fits is lost: of 8 MiB an eighth with 1 MiB chunks.
+    """
+    wanted = max(capacity_bytes // 64, min(capacity_bytes // 32, SEGMENT_BYTES_SMALL))
+    return min(max(wanted // PAGE_BYTES * PAGE_BYTES, SEGMENT_BYTES_MIN), SEGMENT_BYTES_MAX)
 
 
 def plan_superblock(
