@@ -39,6 +39,7 @@ _GC_OBJECTS: Final = 100_000
 """New objects between collections: the hot path makes no cycles, and a full pass would be a pause."""
 _LINGER_NS: Final = SECOND_NS // 5
 _DESCRIPTORS_OWN: Final = 128  # of drives, rings, pipes, sockets to the supervisor
+_SIGNAL_BYTES: Final = 64
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::"})
 
 
@@ -160,12 +161,13 @@ class Worker:
         sending.setblocking(False)
         signal.set_wakeup_fd(sending.detach())
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._loop.watch(receiving.detach(), self._on_signal_bytes)
+        self._loop.watch(receiving.fileno(), lambda _: self._on_signal_bytes(receiving))
 
     def _on_sigterm(self, _number: int, _frame: StackFrame | None) -> None:
         self._was_told_to_stop = True
 
-    def _on_signal_bytes(self, _: int) -> None:
+    def _on_signal_bytes(self, woken: socket.socket) -> None:
+        woken.recv(_SIGNAL_BYTES)  # left unread they would wake the loop in every turn from now on
         if self._was_told_to_stop:
             self.shut_down(within_ns=self._launch.drain_ns)
 
