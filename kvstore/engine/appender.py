@@ -209,6 +209,10 @@ class Appender:
             item.failed(Refused(RefusedReason.OUTCOME_UNKNOWN, f"the commit record was not confirmed: {error}"))
         self.left(target)
 
+    def sync(self, on_done: Callable[[OSError | None], None]) -> None:
+        """Calls back when everything written so far survives a power cut."""
+        self._syncer.sync(on_done)
+
     def left(self, target: OpenSegment) -> None:
         """A record that had room in a segment is complete or given up."""
         target.outstanding -= 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from typing import Protocol
@@ -15,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from kvstore.engine.allocator import payload_bytes_max
-from kvstore.engine.api import PutSpec
+from kvstore.engine.api import Durability, PutSpec
 from kvstore.engine.appender import Appender
 from kvstore.engine.arena import Arena
 from kvstore.engine.format import Superblock, content_id
@@ -172,7 +173,18 @@ class Writer:
         offered = content_prefix(spec)
         if location_pages(location) != ticket_pages or (known and offered and known[:8] != offered):
             self.metrics.differing_records += 1
-        waiting.answer(Exists())
+        if spec.durability is Durability.POWER:
+            self.appender.sync(partial(self._exists_synced, waiting))  # it may have been put without
+        else:
+            waiting.answer(Exists())
+
+    def _exists_synced(self, waiting: Waiting, error: OSError | None) -> None:
+        if error is None:
+            waiting.answer(Exists())
+            return
+        detail = f"the record is there, but the drive was not synced ({error}): it may not survive a power cut"
+        self.metrics.refusals[RefusedReason.OUTCOME_UNKNOWN] += 1
+        waiting.answer(Refused(RefusedReason.OUTCOME_UNKNOWN, detail))
 
     # --- memory -----------------------------------------------------------------------------------------------------
     def _grant(self, waiting: Waiting) -> bool:

@@ -158,6 +158,16 @@ def test_a_dropped_namespace_is_empty_at_once_and_after_a_restart() -> None:
     again.check_accounts()
 
 
+def test_power_durability_syncs_what_exists_without_it() -> None:
+    rig = StoreRig(MemoryDevice(size_bytes=8 * MiB))
+    ref = rig.namespace()
+    rig.put(ref, key_of(1), payload_of(1))
+    before = rig.queue.metrics.syncs
+    for durability, syncs in ((Durability.COMMIT, 0), (Durability.POWER, 1)):
+        assert isinstance(rig.put(ref, key_of(1), payload_of(1), durability=durability), Exists)
+        assert rig.queue.metrics.syncs == before + syncs
+
+
 def test_power_durability_syncs_before_it_is_stored() -> None:
     rig = StoreRig(MemoryDevice(size_bytes=16 * MiB))
     ref = rig.namespace()
