@@ -18,11 +18,14 @@ BLKGETSIZE64: Final = 0x80081272
 # linux/stat.h: mask, and where the two numbers lie in struct statx (Linux 6.1)
 STATX_DIOALIGN: Final = 0x2000
 AT_EMPTY_PATH: Final = 0x1000
+# linux/mman.h (Linux 5.14)
+MADV_POPULATE_WRITE: Final = 23
 _STATX_BYTES: Final = 256
 _DIO_MEM_ALIGN_AT: Final = 0x98
 _DIO_OFFSET_ALIGN_AT: Final = 0x9C
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -32,6 +35,14 @@ def fallocate(fd: int, flags: int, offset: int, length_bytes: int) -> None:
         code = ctypes.get_errno()
         if code != 4:  # EINTR
             raise OSError(code, f"fallocate of {length_bytes} bytes at {offset}: {os.strerror(code)}")
+
+
+def populate(address: int, length_bytes: int) -> bool:
+    """Brings pages into memory without changing them, other threads running meanwhile: madvise(2), whole pages.
+
+    False where the kernel cannot.
+    """
+    return bool(_libc.madvise(address, length_bytes, MADV_POPULATE_WRITE) == 0)
 
 
 def direct_io_alignment(fd: int) -> tuple[int, int] | None:

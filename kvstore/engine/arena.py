@@ -114,6 +114,11 @@ class Arena:
         self._holes: list[tuple[int, int]] = [(self.size_bytes, 0)]  # (length, offset), sorted: best fit
 
     @property
+    def address(self) -> int:
+        """Of the first byte."""
+        return self._address
+
+    @property
     def used_bytes(self) -> int:
         """Bytes in pieces that somebody holds."""
         return self.size_bytes - self.free_bytes

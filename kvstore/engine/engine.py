@@ -37,6 +37,7 @@ from kvstore.engine.reader import Reader
 from kvstore.engine.store import RecoveryReport, Store
 from kvstore.engine.volatile import VolatilePuts
 from kvstore.engine.waits import Waits
+from kvstore.engine.warming import Warming
 from kvstore.errors import InvalidRequest
 from kvstore.limits import (
     CACHE_BYTES_DEFAULT,
@@ -71,6 +72,7 @@ class EngineSettings:
         endurance_bytes_day: what the drive is rated for, shown beside what is written; 0 is not set.
         device, queue_depth: see `kvstore.device.probe.open_device`.
         prefault: touch all RAM at start.
+        warming: a thread touches it instead, while requests are served.
     """
 
     capacity_bytes: int = 0
@@ -83,6 +85,7 @@ class EngineSettings:
     device: str = "auto"
     queue_depth: int = QUEUE_DEPTH_DEFAULT
     prefault: bool = True
+    warming: bool = False
 
 
 class _Discard:
@@ -132,8 +135,11 @@ class DriveEngine:
             device, name=name, capacity_bytes=settings.capacity_bytes, segment_bytes=settings.segment_bytes
         )
         self._queue = DispatchQueue(device, settings.queue_depth, metrics=self.device_metrics)
-        arena = Arena(settings.cache_bytes + settings.staging_bytes, prefault=settings.prefault)
-        device.register(arena.memory)
+        arena = Arena(
+            settings.cache_bytes + settings.staging_bytes, prefault=settings.prefault and not settings.warming
+        )
+        if not settings.warming:
+            device.register(arena.memory)
         self.cache = Cache(
             arena, capacity_bytes=settings.cache_bytes, second_touch=settings.second_touch, metrics=self.metrics
         )
@@ -182,6 +188,7 @@ class DriveEngine:
         self._closed = False
         self._clock = TickClock(now_ns=now_ns, last_tick=self.store.recovered.tick_max)
         self._turn(now_ns)
+        self._warming = Warming(arena, device) if settings.warming else None
 
     @classmethod
     def open(
@@ -420,6 +427,8 @@ class DriveEngine:
 
     def poll(self, now_ns: int) -> None:
         """See `api.Engine.poll`."""
+        if self._warming is not None:
+            self._warm()
         self._turn(now_ns)
         self.store.poll(now_ns)
         self._memory.touch_ancestors()
@@ -431,6 +440,12 @@ class DriveEngine:
         self.cache.expire(now_ns)
         self._pins.expire(now_ns)
         self._waits.check(now_ns)
+
+    def _warm(self) -> None:
+        assert self._warming is not None
+        self._warming.poll()
+        if self._warming.done:
+            self._warming = None
 
     def _turn(self, now_ns: int) -> None:
         """Everybody's idea of the time."""
@@ -490,6 +505,8 @@ class DriveEngine:
         if self._closed:
             return
         self._closed = True
+        if self._warming is not None:
+            self._warming.stop()
         self.drain()
         deadline_ns = time.monotonic_ns() + within_ns
         ready = select.poll()

@@ -45,6 +45,7 @@ def open_drives(launch: WorkerLaunch) -> list[Drive]:
         endurance_bytes_day=launch.endurance_bytes_day,
         device=launch.device,
         queue_depth=launch.queue_depth,
+        warming=True,  # a node that starts again has clients waiting
     )
     drives: list[Drive] = []
     with ExitStack() as opened:
