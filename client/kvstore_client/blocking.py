@@ -8,10 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvstore.errors import Closed, DeadlineExceeded, KVStoreError, Overloaded
+from kvstore.errors import Closed, DeadlineExceeded, KVStoreError, Overloaded, Unavailable
 from kvstore.limits import CALLS_WAITING_MAX
 from kvstore_client.connection import READ, Connection, Steps
 from kvstore_client.core import ClientCore
+from kvstore_client.planner import TargetId
+from kvstore_client.retry import BreakerState
 from kvstore_client.rounds import Job, Round, T, Verb, broken_circuit, perform, settle
 from kvstore_client.target import TargetLink
 
@@ -80,18 +82,56 @@ class BlockingDriver:
 
     def _take(self, job: Job) -> _Held | None:
         """A connection for `job`; None, with `job.failure` set, when there is none."""
+        if job.begun_on is not None:
+            link, connection = job.begun_on
+            job.begun_on = None
+            return _Held(job, link, connection)
         now_ns = time.monotonic_ns()
         try:
             with self._lock:
                 link = self._core.link(job.target)
                 if not link.breaker.allows(now_ns):
                     raise broken_circuit(link, now_ns)
-                connection = None if self._closed else link.take(job.flow, now_ns)
-                return _Held(job, link, connection or self._wait_for_connection(link, job))
+                taken = None if self._closed else link.take(job.flow, now_ns)
+                return _Held(job, link, taken or self._wait_for_connection(link, job))
         except KVStoreError as error:
             job.failure = error
             job.is_stale = False
             return None
+
+    def borrow(self, target: TargetId, now_ns: int) -> tuple[TargetLink, Connection] | None:
+        """A connection to a healthy target that can serve a call at once; None: go the way over `run`.
+
+        Give it back with `give_back`, or to a job's `begun_on`.
+        """
+        with self._lock:
+            if self._closed:
+                return None
+            try:
+                link = self._core.link(target)
+            except Unavailable:
+                return None
+            if link.breaker.state is not BreakerState.CLOSED:
+                return None
+            connection = link.take_idle(self._core.options.flow, now_ns)
+        if connection is None:
+            return None
+        connection.blocking = True
+        return link, connection
+
+    def give_back(self, link: TargetLink, connection: Connection, now_ns: int, *, has_broken: bool) -> None:
+        """The call on a borrowed connection is over. With one that has broken its idle siblings are closed."""
+        with self._lock:
+            if has_broken:
+                self._core.counters.connections_broken += 1
+                link.drop_idle()
+            else:
+                link.breaker.succeeded()
+            link.give_back(connection, now_ns)
+            if self._closed:
+                connection.close()
+            if self._waiting:
+                self._changed.notify()
 
     def _wait_for_connection(self, link: TargetLink, job: Job) -> Connection:
         while True:

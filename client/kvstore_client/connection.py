@@ -78,6 +78,7 @@ class Connection:
     Attributes:
         blocking: True lets the kernel wait; False yields instead.
         deadline_ns: Monotonic; blocking waits end there with DeadlineExceeded.
+        ends_with_data: The node may end a read of hits with its last DATA frame.
         is_fresh: False once it served a call: then a break may only mean that the node was restarted meanwhile.
         is_abandoned: Its last call was given up, and the rest of the answer is still on its way; see `abandon`.
         has_heard: True once any byte of the answer to the current call has arrived.
@@ -98,10 +99,12 @@ class Connection:
         "_send_timeout_ns",
         "_session",
         "_socket",
+        "_unread",
         "_waste",
         "_writer",
         "blocking",
         "deadline_ns",
+        "ends_with_data",
         "flow",
         "has_heard",
         "idle_since_ns",
@@ -135,9 +138,11 @@ class Connection:
         self._owner: PayloadOwner | None = None
         self._placed: Frame | None = None  # whose payload is on its way into the owner's memory
         self._refusal: KVStoreError | None = None
+        self._unread = memoryview(b"")
         self._receive_timeout_ns = 0
         self._send_timeout_ns = 0
         self.is_fresh = True
+        self.ends_with_data = False
         self.is_abandoned = False
         self.has_heard = False
         self.welcome: Welcome | None = None
@@ -155,7 +160,13 @@ class Connection:
     @property
     def is_idle(self) -> bool:
         """True when the next call may begin: the last one ended and left nothing behind."""
-        return self.is_open and self._session.state is State.IDLE and not self._writer.pending_bytes
+        return (
+            self.welcome is not None
+            and self._socket is not None
+            and self._session.state is State.IDLE
+            and not self._writer.pending_bytes
+            and not self._unread
+        )
 
     @property
     def waste(self) -> memoryview:
@@ -301,6 +312,44 @@ class Connection:
             except KVStoreError as error:
                 raise self._breach(error) from error
 
+    def send_at_once(self, frame_type: FrameType, body: bytes) -> int:
+        """Begins a call on an idle connection, and sends its first frame; returns the request id.
+
+        What `begin` and `try_flush` do together, with less work. Raises as `try_flush`.
+        """
+        assert self.blocking, "it would have to wait"
+        request_id = self._session.start(frame_type)
+        self._owner = None
+        self.has_heard = False
+        head = encode_head(frame_type, request_id, body, epoch=self._greeting.view_epoch)
+        held = self._require_socket()
+        self._send_timeout_ns = self._arm(held, socket.SO_SNDTIMEO, self._send_timeout_ns)
+        try:
+            count = held.send(head, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            count = 0
+        except OSError as error:
+            raise self._broken(error) from None
+        if count < len(head):
+            self._writer.push(head)
+            self._writer.advance(count)
+            self.try_flush()
+        return request_id
+
+    def end_at_once(self, epoch: int) -> None:
+        """The call of `send_at_once` was answered by one final DATA frame, which was received by `receive_into`."""
+        self._session.receive(FrameType.DATA, self._session.request_id, is_final=True)
+        if epoch:
+            self._greeting.saw_epoch(epoch)
+
+    def give_back_bytes(self, received: bytes) -> None:
+        """Bytes of the call of `send_at_once` that were received and are not what was expected: read them again."""
+        self._unread = memoryview(received)
+
+    def belongs_to(self, owner: PayloadOwner) -> None:
+        """From now on `owner` takes the payload of the call in progress."""
+        self._owner = owner
+
     def ask(self, message: Message, answer: type[M]) -> Generator[int, None, M]:
         """A call of one frame each way. Raises as `receive`."""
         yield from self.start(message)
@@ -408,7 +457,7 @@ class Connection:
         hello = Hello(
             version_min=VERSION,
             version_max=VERSION,
-            features=Feature.NONE,
+            features=Feature.FINAL_DATA,
             client_id=self._greeting.client_id,
             boot_id=self._greeting.seen_boot_id(),
             token=self._greeting.token,
@@ -418,6 +467,9 @@ class Connection:
         yield from self._flush()
         frames = yield from self.receive()
         self.welcome = self.decode(Welcome, frames[0])
+        self.ends_with_data = bool(self.welcome.features & Feature.FINAL_DATA)
+        if self.ends_with_data:
+            self._reader.allow_final_data()
         self._greeting.welcomed(self.welcome)
 
     def _flush(self) -> Steps:
@@ -426,11 +478,13 @@ class Connection:
 
     def _receive_some(self) -> int | None:
         """Receives into the reader's buffers once; None when nothing is there."""
-        reader, held = self._reader, self._require_socket()
+        reader = self._reader
         try:
             buffers = reader.buffers()
         except KVStoreError as error:
             raise self._breach(error) from error
+        if self._unread:
+            return self._read_again(buffers)
         flags: int = socket.MSG_DONTWAIT
         if self.blocking:
             flags = 0
@@ -438,10 +492,16 @@ class Connection:
             if wanted > _WAIT_ALL_BYTES_MAX:
                 flags = socket.MSG_WAITALL
                 buffers = _first_bytes(buffers, _WAIT_ALL_BYTES_MAX)
-            elif len(buffers) > 1 and wanted >= _WAIT_ALL_BYTES_MIN:
-                # a header always follows payload; waiting for more than it could wait for ever
+            elif wanted >= _WAIT_ALL_BYTES_MIN and reader.in_payload:
                 flags = socket.MSG_WAITALL
-                buffers[-1] = buffers[-1][:HEADER_BYTES]
+                if not reader.ends_call:
+                    # a header follows; waiting for more than it could wait for ever
+                    buffers[-1] = buffers[-1][:HEADER_BYTES]
+        return self.receive_into(buffers, flags)
+
+    def receive_into(self, buffers: Sequence[memoryview | bytearray], flags: int) -> int | None:
+        """Receives once; None when nothing is there (not when `blocking`). Raises as `try_receive`."""
+        held = self._require_socket()
         while True:
             if self.blocking:
                 self._receive_timeout_ns = self._arm(held, socket.SO_RCVTIMEO, self._receive_timeout_ns)
@@ -458,6 +518,17 @@ class Connection:
         self.has_heard = True
         return count
 
+    def _read_again(self, buffers: Sequence[memoryview]) -> int:
+        """Hands out what `give_back_bytes` was given, as if it came from the socket."""
+        count = 0
+        for view in buffers:
+            piece = self._unread[count : count + len(view)]
+            view[: len(piece)] = piece
+            count += len(piece)
+        self._unread = self._unread[count:]
+        self.has_heard = True
+        return count
+
     def _accept(self, arrived: list[Frame]) -> list[Frame]:
         """The frames of the call in progress. An ERROR among them is raised after them, by `receive`."""
         session = self._session
@@ -465,7 +536,7 @@ class Connection:
         for frame in arrived:
             if frame.epoch:
                 self._greeting.saw_epoch(frame.epoch)
-            if session.receive(frame.type, frame.request_id) is Verdict.IGNORE:
+            if session.receive(frame.type, frame.request_id, is_final=frame.is_final) is Verdict.IGNORE:
                 continue
             if frame.type is FrameType.ERROR:
                 reply = ErrorReply.decode(frame.body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvstore.errors import DeadlineExceeded, Overloaded, Unavailable
 from kvstore.limits import DIGEST_BYTES, FRAME_BODY_BYTES_MAX, READ_RETRIES_MAX
@@ -13,16 +14,32 @@ from kvstore.wire.frames import Frame
 from kvstore.wire.header import FrameType
 from kvstore.wire.messages import ID_BYTES, RANGE_BYTES, End, Get
 from kvstore.wire.ranges import encode_ranges
-from kvstore.wire.slices import NO_CONTENT_ID
+from kvstore.wire.slices import NO_CONTENT_ID, Slice
 from kvstore_client.connection import READ, WRITE, Connection, Steps
 from kvstore_client.incoming import HIT, OPEN, IncomingRecord
 from kvstore_client.planner import TargetId, split_by_weight
 from kvstore_client.ranges import Spans
 from kvstore_client.rounds import Job
+from kvstore_client.target import TargetLink
 
 _BODY_BYTES = FRAME_BODY_BYTES_MAX - 4096  # room for the fields that do not grow with the batch
 _PLAIN_ITEMS_MAX = _BODY_BYTES // (DIGEST_BYTES + ID_BYTES)
 _NODE_MARGIN_NS_MAX = 50_000_000
+_END_OF_HITS = bytes([HIT])
+
+
+class Begun(NamedTuple):
+    """A read that was begun the straight way (straight.py), and must be finished.
+
+    Attributes:
+        target: that was asked, for all of it.
+        connection: with its link: the request is on its way, the answer is another one than expected. None when over.
+        slices: what has come to where it belongs, when some of it was garbled.
+    """
+
+    target: TargetId
+    connection: tuple[TargetLink, Connection] | None
+    slices: Sequence[Slice]
 
 
 class LoadJob(Job):
@@ -41,6 +58,7 @@ class LoadJob(Job):
         "_checked_slices",
         "_checked_until",
         "_has_run",
+        "_is_asked",
         "_keys",
         "_landing",
         "_may_re_ask",
@@ -83,6 +101,7 @@ class LoadJob(Job):
         self._accept_pending = accept_pending
         self.received_bytes = 0
         self._has_run = False
+        self._is_asked = False
         self._may_re_ask = True
         self._asked: Sequence[IncomingRecord] = ()
         self._landing: deque[list[list[memoryview]]] = deque()
@@ -101,6 +120,13 @@ class LoadJob(Job):
         self._landing.clear()
         self._checked_slices = self._checked_until = 0
         self._waste = connection.waste
+        if self._is_asked:
+            self._is_asked = False
+            self._asked = self.records
+            connection.belongs_to(self)
+            yield from self._receive(connection)
+            self._close_if_doubtful(connection)
+            return
         chosen: Sequence[int] = range(len(self.records))
         if self._has_run:
             chosen = self._rest()
@@ -112,8 +138,23 @@ class LoadJob(Job):
         else:
             for part in split_by_weight(self._weights(chosen), items_max=items_max, weight_max=_BODY_BYTES):
                 yield from self._ask(connection, chosen[part.start : part.stop])
+        self._close_if_doubtful(connection)
+
+    def _close_if_doubtful(self, connection: Connection) -> None:
         if self._may_re_ask and any(record.is_doubtful for record in self.records):
             connection.close()  # whatever garbles bytes there shall not do it to the second try
+
+    def is_asked_on(self, link: TargetLink, connection: Connection) -> None:
+        """Before the first run: the request was sent on this connection already, which the job holds from now on."""
+        self.begun_on = (link, connection)
+        self._is_asked = self._has_run = True
+
+    def take_over(self, frame_slices: Sequence[Slice]) -> None:
+        """Before the first run: these slices have come, one for each record, to where the records belong; some were
+        garbled, and are asked for again."""
+        self._has_run = True
+        for record, piece in zip(self.records, frame_slices, strict=True):
+            record.arrived(piece, list(record.land(piece, self._waste)))
 
     def place(self, frame: Frame) -> Sequence[memoryview]:
         """Where the payload of a DATA frame lands."""
@@ -147,10 +188,14 @@ class LoadJob(Job):
 
     def _ask(self, connection: Connection, chosen: Sequence[int]) -> Steps:
         records = self.records
-        asked = self._asked = records if len(chosen) == len(records) else [records[at] for at in chosen]
+        self._asked = records if len(chosen) == len(records) else [records[at] for at in chosen]
         connection.begin(self._request(chosen), owner=self)
         while not connection.try_flush():
             yield WRITE
+        yield from self._receive(connection)
+
+    def _receive(self, connection: Connection) -> Steps:
+        asked = self._asked
         while True:
             frames = connection.try_receive()
             if frames is None:
@@ -158,19 +203,12 @@ class LoadJob(Job):
                 continue
             for frame in frames:
                 if frame.type is not FrameType.DATA:
-                    self._end(connection.decode(End, frame), connection)
+                    self._end(connection.decode(End, frame).statuses, connection)
                     return
-                if not frame.payload_bytes:
-                    for piece, views in zip(frame.slices, self._land(frame), strict=True):
-                        asked[piece.item].arrived(piece, views)
-                    continue
-                self.received_bytes += frame.payload_bytes
-                landing = self._landing.popleft()
-                slices = frame.slices
-                for at in range(self._checked_slices, len(slices)):
-                    piece = slices[at]
-                    asked[piece.item].arrived(piece, landing[at])
-                self._checked_slices = self._checked_until = 0
+                self._take_data(frame)
+                if frame.is_final:
+                    self._end(_END_OF_HITS * len(asked), connection)
+                    return
 
     def _land(self, frame: Frame) -> list[list[memoryview]]:
         asked, waste = self._asked, self._waste
@@ -179,11 +217,25 @@ class LoadJob(Job):
         except IndexError:
             raise Unavailable(f"the node sent an item that was not asked for; there are {len(asked)}") from None
 
-    def _end(self, end: End, connection: Connection) -> None:
+    def _take_data(self, frame: Frame) -> None:
+        """Checks what has come with a DATA frame."""
+        asked, slices = self._asked, frame.slices
+        if not frame.payload_bytes:
+            for piece, views in zip(slices, self._land(frame), strict=True):
+                asked[piece.item].arrived(piece, views)
+            return
+        self.received_bytes += frame.payload_bytes
+        landing = self._landing.popleft()
+        for at in range(self._checked_slices, len(slices)):
+            piece = slices[at]
+            asked[piece.item].arrived(piece, landing[at])
+        self._checked_slices = self._checked_until = 0
+
+    def _end(self, statuses: bytes, connection: Connection) -> None:
         """Takes over the misses that END tells. A record that END calls a hit must have come whole."""
-        if len(end.statuses) != len(self._asked):
-            raise Unavailable(f"node at {connection.address} ended {len(self._asked)} items with {len(end.statuses)}")
-        for record, status in zip(self._asked, end.statuses, strict=True):
+        if len(statuses) != len(self._asked):
+            raise Unavailable(f"node at {connection.address} ended {len(self._asked)} items with {len(statuses)}")
+        for record, status in zip(self._asked, statuses, strict=True):
             if record.status == status:
                 continue
             if record.status == OPEN:
@@ -203,8 +255,7 @@ class LoadJob(Job):
         return Get(
             namespace=self._namespace,
             keys=keys,
-            # the node answers what it has just before we would give up, so that the connection survives
-            deadline_ns=left_ns - min(left_ns // 20, _NODE_MARGIN_NS_MAX),
+            deadline_ns=node_deadline_ns(left_ns),
             range_counts=counts,
             ranges=ranges,
             content_ids=self._content_ids(),
@@ -228,6 +279,11 @@ class LoadJob(Job):
         if spans is None:
             return [fixed] * len(chosen)
         return [fixed + 4 + RANGE_BYTES * len(spans[at]) for at in chosen]
+
+
+def node_deadline_ns(left_ns: int) -> int:
+    """What the node is told: it answers what it has just before we would give up, so that the connection survives."""
+    return left_ns - min(left_ns // 20, _NODE_MARGIN_NS_MAX)
 
 
 def _as_ranges(spans: Spans) -> list[tuple[int, int]]:

@@ -14,15 +14,17 @@ from kvstore.types.namespace import Namespace
 from kvstore.types.results import Exists, Hit, Miss, Refused, Stored
 from kvstore.types.tokens import Tokens
 from kvstore_client import read_verbs, write_verbs
+from kvstore_client.loads import Begun
 from kvstore_client.match import Match
 from kvstore_client.options import DURABILITIES, WAITS, choice, deadline_after, pin_ttl_ns
-from kvstore_client.planner import Keys, as_chain
+from kvstore_client.planner import Keys, all_record_keys, as_chain
 from kvstore_client.ranges import Ranges
 from kvstore_client.read_shape import ReadShape, incoming_records, shape_of
 from kvstore_client.read_verbs import PinHold
 from kvstore_client.regions import Item
+from kvstore_client.straight import plain_views, read_straight
 from kvstore_client.write_verbs import StoreRequest
-from kvstore_client.writer import Writer
+from kvstore_client.writer import Session, Writer
 from kvstore_client.writer_verbs import OpenRequest
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ class BoundNamespace(NamespaceKeys):
     def __init__(self, client: KVClient, namespace: Namespace) -> None:
         super().__init__(namespace)
         self._client = client
+        self._block_bytes = namespace.layout.checksum_bytes()
 
     def match(
         self,
@@ -186,6 +189,12 @@ class BoundNamespace(NamespaceKeys):
             is_soft, until_ns = soft_ns < until_ns, min(soft_ns, until_ns)
         chain = as_chain(keys)
         shape = self._shape(len(chain), shards=shards, part=part, layers=layers, ranges=ranges)
+        begun = None
+        if shape is self._whole_shape and content_ids is None and not accept_pending:
+            outcome = self._read_straight(session, chain, buffers, until_ns)
+            if isinstance(outcome, list):
+                return outcome
+            begun = outcome
         rows = incoming_records(shape, buffers, content_ids, key_count=len(chain))
         results = session.driver.run(
             read_verbs.load(
@@ -196,6 +205,7 @@ class BoundNamespace(NamespaceKeys):
                 rows,
                 accept_pending=accept_pending,
                 deadline_ns=until_ns,
+                begun=begun,
             )
         )
         if is_soft and time.monotonic_ns() >= until_ns:
@@ -352,6 +362,24 @@ class BoundNamespace(NamespaceKeys):
             self._manifest,
             OpenRequest(keys=keys, shards=shards, lengths=lengths, part=part, ttl=ttl),
             self._deadline_ns(deadline),
+        )
+
+    def _read_straight(
+        self, session: Session, chain: KeyChain, buffers: Sequence[Item], until_ns: int
+    ) -> list[Hit | Miss] | Begun | None:
+        """Small reads of whole records, quicker; see `straight.read_straight`."""
+        shape = self._whole_shape
+        views = plain_views(buffers, len(chain)) if shape.is_plain else None
+        if views is None or (shape.is_exact and len(views[0]) != shape.sizes[0]):
+            return None
+        return read_straight(
+            session.core,
+            session.driver,
+            namespace=self.namespace.digest,
+            keys=all_record_keys(chain, shape.sections, self.layout),
+            views=views,
+            block_bytes=self._block_bytes,
+            deadline_ns=until_ns,
         )
 
     def _deadline_ns(self, seconds: float | None) -> int:

@@ -14,7 +14,7 @@ from kvstore.wire.messages import End, Match, MatchReply, Prefetch, Unpin, Wait
 from kvstore.wire.schema import Message
 from kvstore_client.core import ClientCore
 from kvstore_client.incoming import HIT, IncomingRecord
-from kvstore_client.loads import LoadJob
+from kvstore_client.loads import Begun, LoadJob
 from kvstore_client.lookups import KeysJob, TellJob
 from kvstore_client.outcomes import close_open, load_results, miss_of, miss_reason
 from kvstore_client.planner import (
@@ -69,23 +69,26 @@ def load(
     *,
     accept_pending: bool,
     deadline_ns: int,
+    begun: Begun | None = None,
 ) -> Verb[list[Hit | Miss]]:
     """Reads records into the caller's memory.
 
     Args:
         rows: From `incoming_records`, for each key of `chain`.
+        begun: What the straight way has left.
     """
-    if core.wants_view(time.monotonic_ns()):
+    if begun is None and core.wants_view(time.monotonic_ns()):
         yield from ensure_view(core, deadline_ns)
     records = rows[0] if len(rows) == 1 else [record for row in rows for record in row]
-    if core.placement is None:
+    placement = core.placement if begun is None else begun.target
+    if placement is None:
         close_open(records, None)
         return load_results(rows, core.counters)
     batches: Sequence[tuple[TargetId, bytes, Sequence[int]]]
-    if isinstance(core.placement, str):
-        batches = [(core.placement, all_record_keys(chain, shape.sections, namespace.layout), range(len(records)))]
+    if isinstance(placement, str):
+        batches = [(placement, all_record_keys(chain, shape.sections, namespace.layout), range(len(records)))]
     else:
-        plan = plan_records(chain, layout=namespace.layout, sections=shape.sections, target_of=core.placement)
+        plan = plan_records(chain, layout=namespace.layout, sections=shape.sections, target_of=placement)
         batches = [(batch.target, batch.keys, batch.records) for batch in plan.batches]
     jobs = [
         LoadJob(
@@ -103,6 +106,8 @@ def load(
         if keys
     ]
     started_ns = time.monotonic_ns()
+    if begun is not None:
+        _go_on(jobs, begun)
     yield from attempt(core, jobs)
     elapsed_ns = time.monotonic_ns() - started_ns
     for job in jobs:
@@ -111,6 +116,15 @@ def load(
         elif job.received_bytes:
             core.link(job.target).note_read(job.received_bytes, elapsed_ns)
     return load_results(rows, core.counters)
+
+
+def _go_on(jobs: Sequence[LoadJob], begun: Begun) -> None:
+    """Tells the one job of a read what has been done for it."""
+    (job,) = jobs
+    if begun.connection is not None:
+        job.is_asked_on(*begun.connection)
+    else:
+        job.take_over(begun.slices)
 
 
 def match(

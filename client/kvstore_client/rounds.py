@@ -40,9 +40,10 @@ class Job:
         is_stale: It failed on a connection that had served before, and nothing was heard: the node was restarted in
             between, so trying again at once on a fresh one says nothing about the node's health.
         retries_max: How often it may be repeated.
+        begun_on: Connection, with its link, that is taken already and on which the first run goes on; None afterwards.
     """
 
-    __slots__ = ("deadline_ns", "failure", "flow", "is_stale", "retries_max", "started_ns", "target")
+    __slots__ = ("begun_on", "deadline_ns", "failure", "flow", "is_stale", "retries_max", "started_ns", "target")
 
     def __init__(self, *, target: TargetId, flow: FlowClass, deadline_ns: int, retries_max: int) -> None:
         self.target = target
@@ -52,6 +53,7 @@ class Job:
         self.failure: KVStoreError | None = None
         self.is_stale = False
         self.started_ns = 0
+        self.begun_on: tuple[TargetLink, Connection] | None = None
 
     def run(self, connection: Connection) -> Steps:
         """Does the call on an open connection. Raises as `Connection.receive`."""

@@ -114,6 +114,20 @@ class TargetLink:
         self._in_use.add(found)
         return found
 
+    def take_idle(self, flow: FlowClass, now_ns: int) -> Connection | None:
+        """An open connection of that class for a read the straight way; None when `take` has something to decide."""
+        idle = self._idle
+        if not idle or self._is_drop_due or len(self._in_use) >= self._options.connections_per_target:
+            return None
+        found = idle[-1]
+        if found.flow is not flow or not found.is_idle or not found.ends_with_data:
+            return None
+        idle.pop()
+        if idle:
+            self._close_aged(now_ns)
+        self._in_use.add(found)
+        return found
+
     def give_back(self, connection: Connection, now_ns: int) -> None:
         """The call is over. The connection is kept when the next call can use it."""
         self._in_use.discard(connection)

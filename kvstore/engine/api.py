@@ -178,6 +178,39 @@ class MatchOutcome:
     load_ns: int
 
 
+class CachedItem(Protocol):
+    """A verified record in memory, which the caller holds until `release`.
+
+    Attributes:
+        facts: `record_bytes`, `block_bytes`, `crcs` and `content_id` of it.
+        view: its bytes, which stay as they are until `release`.
+    """
+
+    @property
+    def facts(self) -> CachedFacts: ...
+
+    @property
+    def view(self) -> memoryview: ...
+
+    def release(self) -> None: ...
+
+
+class CachedFacts(Protocol):
+    """See `CachedItem`."""
+
+    @property
+    def record_bytes(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def crcs(self) -> bytes: ...
+
+    @property
+    def content_id(self) -> bytes: ...
+
+
 class Engine(Protocol):
     """The store of one drive."""
 
@@ -203,6 +236,14 @@ class Engine(Protocol):
         """End a pin of this client; any other's, and one that is gone, is passed over."""
 
     def read(self, spec: ReadSpec, sink: ReadSink, *, now_ns: int) -> ReadHandle: ...
+
+    def take_cached(
+        self, ref: NamespaceRef, keys: bytes, *, now_ns: int, bytes_max: int
+    ) -> Sequence[CachedItem] | None:
+        """The whole records of n * 32 bytes of keys if all of them lie in memory and have at most `bytes_max` together.
+
+        The quick way for small reads, counted as `read` counts. None says only "use `read`"; nothing is held then.
+        """
 
     def open_put(
         self,

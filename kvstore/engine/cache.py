@@ -78,6 +78,11 @@ class CachedRecord:
         """Arena bytes it takes; a page for bookkeeping where the payload takes none."""
         return self.piece.length if self.piece is not None else PAGE_BYTES
 
+    def release(self) -> None:
+        """A reader that held the piece does not need it any more."""
+        if self.piece is not None:
+            self.piece.release()
+
     def touch(self) -> None:
         """Note an access, for eviction."""
         if self.hits < HITS_MAX:

@@ -22,7 +22,7 @@ from kvstore.device.queue import DispatchQueue
 from kvstore.engine import explain as fates
 from kvstore.engine.api import MatchOutcome, NamespaceRef, PutSpec, PutTicket, ReadHandle, ReadSink, ReadSpec, ReadyItem
 from kvstore.engine.arena import Arena
-from kvstore.engine.cache import Cache, HeaderLru
+from kvstore.engine.cache import Cache, CachedRecord, HeaderLru
 from kvstore.engine.catalog import Catalog
 from kvstore.engine.drive import prepare_drive
 from kvstore.engine.estimate import DayMeter, LoadEstimator
@@ -352,6 +352,13 @@ class DriveEngine:
         """See `api.Engine.read`. Raises InvalidRequest for keys, ranges or content ids that do not fit together."""
         self._turn(now_ns)
         return self._reader.read(spec, sink)
+
+    def take_cached(
+        self, ref: NamespaceRef, keys: bytes, *, now_ns: int, bytes_max: int
+    ) -> Sequence[CachedRecord] | None:
+        """See `api.Engine.take_cached`."""
+        self._turn(now_ns)
+        return self._reader.take_cached(ref, keys, bytes_max)
 
     def prefetch(self, ref: NamespaceRef, keys: bytes | memoryview, *, now_ns: int) -> int:
         """Read records into the RAM cache. Answers how many are stored and were not there; 0 without a cache."""

@@ -12,8 +12,8 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Final
 
-from kvstore.engine.api import ReadHandle, ReadSink, ReadSpec
-from kvstore.engine.cache import HITS_MAX, Cache, RecordFacts
+from kvstore.engine.api import NamespaceRef, ReadHandle, ReadSink, ReadSpec
+from kvstore.engine.cache import HITS_MAX, Cache, CachedRecord, RecordFacts
 from kvstore.engine.catalog import Catalog
 from kvstore.engine.estimate import LoadEstimator
 from kvstore.engine.loads import HEADER, Flight, Loader
@@ -193,6 +193,36 @@ class Reader:
                 self._round.appendleft(request)
 
     # --- memory ------------------------------------------------------------------------------------------------------
+    def take_cached(self, ref: NamespaceRef, keys: bytes, bytes_max: int) -> list[CachedRecord] | None:
+        """See `api.Engine.take_cached`. Nothing is noted before it is sure that all of it can be given."""
+        space = self._cache.space(ref.salt)
+        if space is None or not self._namespaces.is_current(ref):
+            return None
+        now_ns, tick = self.now_ns, self.tick
+        found: list[CachedRecord] = []
+        for at in range(0, len(keys), DIGEST_BYTES):
+            record = space.get(keys[at : at + DIGEST_BYTES])
+            if record is None or 0 < record.until_ns <= now_ns:
+                return None
+            bytes_max -= record.facts.record_bytes
+            if bytes_max < 0:
+                return None
+            found.append(record)
+        stale = b""
+        for record in found:
+            if record.tick != tick:
+                record.tick = tick
+                stale += record.facts.key
+            if record.hits < HITS_MAX:
+                record.hits += 1
+            if record.piece is not None:
+                record.piece.hold()
+        if stale:
+            self._catalog.touch_keys(index_keys(ref, stale), tick)
+        self._estimator.served(from_memory=len(found), records=len(found))
+        self._metrics.cache_hits += len(found)
+        return found
+
     def _from_memory(self, request: Request, indices: Sequence[int]) -> list[int]:
         """Deliver what the cache has, within the window; answers the records that it has not."""
         space = self._cache.space(request.spec.namespace.salt)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from kvstore.errors import DeadlineExceeded, Internal, InvalidRequest, KVStoreError, Unavailable
 from kvstore.limits import (
@@ -33,11 +33,13 @@ from kvstore.types.flow import FlowClass
 from kvstore.wire.failures import code_of, text_of
 from kvstore.wire.frames import Frame
 from kvstore.wire.header import FrameType
-from kvstore.wire.messages import ErrorReply
+from kvstore.wire.messages import ErrorReply, Feature
 from kvstore.wire.schema import Message
 from kvstore.wire.session import ServerSession, State, Verdict
 
 log = logging.getLogger(__name__)
+
+OnSent: TypeAlias = Callable[[], None]
 
 
 class Plane(Protocol):
@@ -70,6 +72,7 @@ class Connection:
     Attributes:
         client: who it is, from HELLO on.
         flow: class of its requests, from HELLO.
+        ends_with_data: Feature.FINAL_DATA was agreed on.
         call: the request in progress.
         due_ns: when it is closed unless something arrives before (HELLO, idle and lingering limits).
         clock: monotonic; for durations, where the time of the turn is too coarse.
@@ -90,6 +93,7 @@ class Connection:
         "client",
         "clock",
         "due_ns",
+        "ends_with_data",
         "flow",
         "in_turn",
         "is_admin",
@@ -108,6 +112,7 @@ class Connection:
         self.is_admin = is_admin
         self.client: Client | None = None
         self.flow = FlowClass.BACKGROUND
+        self.ends_with_data = False
         self.call: Call | None = None
         self.due_ns = due_ns
         self.in_turn = False
@@ -195,6 +200,18 @@ class Connection:
     def wake_engine(self) -> None:
         """The engine was given work outside of a request's first frame: let it move in this turn."""
         self._plane.wake_engine()
+
+    def send_final_data(self, head: bytes, payload: Sequence[memoryview], payload_bytes: int, on_sent: OnSent) -> None:
+        """Ends the request in progress with a DATA frame (see `can_answer_at_once`). Raises Unavailable."""
+        self.session.send_final_data()
+        if not self.channel.send_at_once(head, payload, payload_bytes=payload_bytes, on_sent=on_sent):
+            self._blocked = True
+            self._watch()
+
+    @property
+    def can_answer_at_once(self) -> bool:
+        """Whether nothing stands before an answer, in this connection's queue or in others' turns."""
+        return not (self.in_turn or self._blocked or self.channel.writer.pending_bytes)
 
     def request_send(self) -> None:
         """There is output: take a turn, unless the socket takes nothing now."""
@@ -322,8 +339,9 @@ class Connection:
         self.channel.close()
         self._plane.closed(self)
 
-    def greeted(self, client: Client, flow: FlowClass) -> None:
-        """HELLO was accepted."""
+    def greeted(self, client: Client, flow: FlowClass, features: Feature) -> None:
+        """HELLO was accepted, and these features were agreed on."""
+        self.ends_with_data = Feature.FINAL_DATA in features
         self.client = client
         self.flow = flow
         self.channel.reader.allow_bodies(FRAME_BODY_BYTES_MAX)

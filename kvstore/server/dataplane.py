@@ -60,7 +60,7 @@ from kvstore.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-FEATURES: Final = Feature.NONE
+FEATURES: Final = Feature.FINAL_DATA
 _NEVER_NS: Final = 1 << 63
 
 
@@ -293,12 +293,13 @@ class DataPlane:
         version = agreed_version(hello)
         if not connection.is_admin:
             self._admission.admit(hello)
-        connection.greeted(self._clients.enter(hello.client_id), FlowClass(hello.flow))
+        features = FEATURES & Feature(hello.features & FEATURES)
+        connection.greeted(self._clients.enter(hello.client_id), FlowClass(hello.flow), features)
         connection.due_ns = self.now_ns + IDLE_WAIT_NS
         connection.answer(
             Welcome(
                 version=version,
-                features=FEATURES & hello.features,
+                features=features,
                 node_id=self._identity.node_id,
                 boot_id=self._identity.boot_id,
                 epoch=self.epoch,

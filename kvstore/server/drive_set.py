@@ -203,6 +203,9 @@ class DriveSet:
         gathered.finished()
         return gathered
 
+    def take_cached(self, ref: NamespaceRef, keys: bytes, *, now_ns: int, bytes_max: int) -> None:
+        """See `Engine.take_cached`: several drives take the way over `read`."""
+
     # --- writes -----------------------------------------------------------------------------------------------------
     def open_put(
         self,

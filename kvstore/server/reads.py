@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvstore.engine.api import Engine, ReadHandle, ReadSpec, ReadyItem
+from kvstore.engine.api import CachedItem, Engine, NamespaceRef, ReadHandle, ReadSpec, ReadyItem
 from kvstore.limits import DIGEST_BYTES, FRAME_AIM_BYTES, LINGER_NS, SLICE_BYTES_MAX, SLICES_PER_FRAME_MAX
 from kvstore.server.call import Call
 from kvstore.telemetry.metrics import DataplaneMetrics, Verb
 from kvstore.types.results import MissReason
-from kvstore.wire.header import FrameType
+from kvstore.wire.header import FrameType, encode_head
 from kvstore.wire.messages import End, Get
 from kvstore.wire.ranges import decode_ranges
-from kvstore.wire.slices import Slice
+from kvstore.wire.slices import FLAG_FINAL, Slice, encode_slices
 
 if TYPE_CHECKING:
     from kvstore.server.connection import Connection
@@ -216,10 +216,20 @@ def start_get(connection: Connection, body: bytes | bytearray, engine: Engine, *
     count = len(get.keys) // DIGEST_BYTES
     metrics = connection.metrics
     metrics.calls[Verb.GET] += 1
+    namespace = engine.namespace(get.namespace)
+    if (
+        namespace is not None
+        and ranges is None
+        and not get.content_ids
+        and 0 < count <= SLICES_PER_FRAME_MAX
+        and connection.ends_with_data
+        and get.deadline_ns
+        and _answer_from_memory(connection, engine, namespace, get.keys, now_ns)
+    ):
+        return False
     deadline_ns = now_ns + get.deadline_ns
     call = ReadCall(connection, count, metrics, now_ns=now_ns, deadline_ns=deadline_ns)
     connection.call = call
-    namespace = engine.namespace(get.namespace)
     if namespace is None:
         metrics.misses[MissReason.ABSENT] += count
         metrics.failed_records += count
@@ -237,6 +247,42 @@ def start_get(connection: Connection, body: bytes | bytearray, engine: Engine, *
     return not call.start(engine, spec, now_ns)
 
 
-def _release(sent: Sequence[ReadyItem]) -> None:
+def _answer_from_memory(
+    connection: Connection, engine: Engine, namespace: NamespaceRef, keys: bytes, now_ns: int
+) -> bool:
+    """Answers a small GET with one frame, when all of it lies in memory and the connection is free; else False."""
+    if not connection.can_answer_at_once:
+        return False
+    records = engine.take_cached(namespace, keys, now_ns=now_ns, bytes_max=FRAME_AIM_BYTES)
+    if records is None:
+        return False
+    slices: list[Slice] = []
+    payload: list[memoryview] = []
+    total = 0
+    for index, record in enumerate(records):
+        facts = record.facts
+        length = facts.record_bytes
+        fields = (index, 0, length, 0, True, facts.content_id, length, facts.block_bytes, facts.crcs)
+        slices.append(_new_slice(Slice, fields))
+        if length:
+            payload.append(record.view)
+            total += length
+    head = encode_head(
+        FrameType.DATA,
+        connection.session.request_id,
+        encode_slices(slices),
+        payload_bytes=total,
+        epoch=connection.epoch,
+        flags=len(slices) | FLAG_FINAL,
+    )
+    connection.send_final_data(head, payload, total, partial(_release, records))
+    metrics = connection.metrics
+    metrics.sent_bytes[connection.flow] += total
+    metrics.get_ns.observe(connection.clock() - now_ns)
+    metrics.loaded_records += len(slices)
+    return True
+
+
+def _release(sent: Sequence[ReadyItem | CachedItem]) -> None:
     for item in sent:
         item.release()

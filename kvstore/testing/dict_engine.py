@@ -195,6 +195,9 @@ class DictEngine:
         return sum(self._find(ref, key) is not None for key in _split(keys))
 
     # --- reads ------------------------------------------------------------------------------------------------------
+    def take_cached(self, ref: NamespaceRef, keys: bytes, *, now_ns: int, bytes_max: int) -> None:
+        """See `Engine.take_cached`: nothing is given this way."""
+
     def read(self, spec: ReadSpec, sink: ReadSink, *, now_ns: int) -> ReadHandle:
         """See `Engine.read`."""
         read = Read(sink)

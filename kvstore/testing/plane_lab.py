@@ -28,6 +28,7 @@ from kvstore.wire.header import VERSION, FrameType, encode_head
 from kvstore.wire.messages import (
     End,
     ErrorReply,
+    Feature,
     Get,
     Grant,
     Hello,
@@ -104,10 +105,16 @@ class PlaneLab:
         """A raw connection."""
         return socket.create_connection(("127.0.0.1", self.port))
 
-    def client(self, *, client_id: bytes = b"C" * 16, flow: FlowClass = FlowClass.DECODE_READ) -> LabClient:
+    def client(
+        self,
+        *,
+        client_id: bytes = b"C" * 16,
+        flow: FlowClass = FlowClass.DECODE_READ,
+        features: Feature = Feature.NONE,
+    ) -> LabClient:
         """A connection that has greeted."""
         made = LabClient(self, self.socket())
-        made.hello(client_id=client_id, flow=flow)
+        made.hello(client_id=client_id, flow=flow, features=features)
         return made
 
     def close(self) -> None:
@@ -162,7 +169,7 @@ class LabClient:
         """The next frame. Raises what an ERROR frame says, and Unavailable at the end of the stream."""
         self.lab.turn_until(self._arrived)
         frame = self.frames.pop(0)
-        if self.session.receive(frame.type, frame.request_id) is Verdict.IGNORE:
+        if self.session.receive(frame.type, frame.request_id, is_final=frame.is_final) is Verdict.IGNORE:
             return self.receive()
         if frame.type is FrameType.ERROR:
             reply = ErrorReply.decode(frame.body)
@@ -205,7 +212,10 @@ class LabClient:
             "flow": flow,
         }
         self.send(Hello(**(fields | changes)), self.session.hello())
-        return self.expect(Welcome)
+        welcome = self.expect(Welcome)
+        if welcome.features & Feature.FINAL_DATA:
+            self.channel.reader.allow_final_data()
+        return welcome
 
     def start(self, message: Message, *, epoch: int = 0, payload: bytes = b"") -> int:
         """Begins a call."""
@@ -234,9 +244,11 @@ class LabClient:
         return self.start(Get(**(plain | fields)))
 
     def end_get(self) -> tuple[bytes, dict[int, bytes]]:
-        """Takes DATA until END."""
+        """Takes DATA until END, or until it says that it is the end."""
         while True:
             frame = self.receive()
+            if frame.is_final:
+                return bytes(len(self.data)), {item: bytes(data) for item, data in self.data.items()}
             if frame.type is FrameType.END:
                 statuses = End.decode(frame.body).statuses
                 return statuses, {item: bytes(self.data[item]) for item, status in enumerate(statuses) if not status}

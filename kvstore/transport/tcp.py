@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
@@ -92,6 +92,28 @@ class TcpChannel:
                 raise self._broken(error) from None
             writer.advance(count)
         return not writer.pending_bytes
+
+    def send_at_once(
+        self, head: bytes, payload: Sequence[memoryview], *, payload_bytes: int, on_sent: Callable[[], None]
+    ) -> bool:
+        """Sends a frame while nothing is queued, and queues what the kernel does not take of it (False).
+
+        `on_sent` is called as by `FrameWriter.push`. Raises Unavailable after having called it.
+        """
+        assert not self.writer.pending_bytes, "frames would overtake each other"
+        try:
+            count = self._socket.sendmsg([head, *payload])
+        except OSError as error:
+            if error.errno not in _RETRY:
+                on_sent()
+                raise self._broken(error) from None
+            count = 0
+        if count == len(head) + payload_bytes:
+            on_sent()
+            return True
+        self.writer.push(head, payload, payload_bytes=payload_bytes, on_sent=on_sent)
+        self.writer.advance(count)
+        return False
 
     def send(self, message: Message, request_id: int, *, epoch: int = 0) -> None:
         """Queues a message."""

@@ -22,7 +22,7 @@ from kvstore.wire.header import (
     encode_head,
 )
 from kvstore.wire.schema import Message
-from kvstore.wire.slices import Slice, decode_slices, encode_slices
+from kvstore.wire.slices import FLAG_FINAL, Slice, decode_slices, encode_slices
 
 _SCRATCH_BYTES: Final = 64 * 1024
 _SLICED: Final = frozenset({FrameType.DATA, FrameType.WRITER_WRITE})
@@ -33,20 +33,21 @@ class Frame:
     """A frame that has arrived. Its owner is whoever got it from `FrameReader.advance`.
 
     Attributes:
-        type, request_id, epoch, flags: of the header.
+        type, request_id, epoch: of the header.
+        is_final: DATA that ends its call (slices.FLAG_FINAL).
         body: its bytes; decode it with the message class of its type.
         slices: decoded body of DATA and WRITER_WRITE, else empty.
         payload_bytes: how much payload follows the body.
         payload: where the payload landed: what the sink gave.
     """
 
-    __slots__ = ("body", "epoch", "flags", "payload", "payload_bytes", "request_id", "slices", "type")
+    __slots__ = ("body", "epoch", "is_final", "payload", "payload_bytes", "request_id", "slices", "type")
 
     def __init__(self, header: Header, body: bytes | bytearray, slices: list[Slice]) -> None:
         self.type = header.type
         self.request_id = header.request_id
         self.epoch = header.epoch
-        self.flags = header.flags
+        self.is_final = False
         self.payload_bytes = header.payload_bytes
         self.body = body
         self.slices = slices
@@ -96,6 +97,7 @@ class FrameReader:
         "_scratch",
         "_sink",
         "_start",
+        "_takes_final",
         "_view",
     )
 
@@ -115,7 +117,12 @@ class FrameReader:
         self._dest_next = 0
         self._dest_at = 0
         self._scratch: memoryview | None = None
+        self._takes_final = False
         self._error: KVStoreError | None = None
+
+    def allow_final_data(self) -> None:
+        """DATA may end a call from now on: Feature.FINAL_DATA was agreed on."""
+        self._takes_final = True
 
     def allow_bodies(self, body_bytes_max: int) -> None:
         """Changes the limit for bodies, after HELLO."""
@@ -142,6 +149,16 @@ class FrameReader:
             return len(self._body) - self._body_at
         return max(1, HEADER_BYTES - (self._end - self._start))
 
+    @property
+    def ends_call(self) -> bool:
+        """The payload in progress ends its call: nothing follows it, until the next call is begun."""
+        return self._frame is not None and self._frame.is_final
+
+    @property
+    def in_payload(self) -> bool:
+        """Payload is on its way to its destination."""
+        return bool(self._dest)
+
     def buffers(self) -> list[memoryview]:
         """Where the next bytes of the stream must land, in order; at most IO_VECTORS_MAX. Empty while paused.
 
@@ -155,7 +172,7 @@ class FrameReader:
             views = self._dest[at : at + IO_VECTORS_MAX - 1]
             if self._dest_at:
                 views[0] = views[0][self._dest_at :]
-            if at + len(views) == len(self._dest):
+            if at + len(views) == len(self._dest) and not self.ends_call:
                 views.append(self._view)
             return views
         if self._frame is not None:
@@ -287,9 +304,15 @@ class FrameReader:
         """Header and body are here: the frame is complete, or its payload begins."""
         check_crc(header, head, body)
         slices = _NO_SLICES
+        is_final = False
         if header.type in _SLICED:
-            slices = decode_slices(body, count=header.flags, payload_bytes=header.payload_bytes)
+            count = header.flags
+            if count & FLAG_FINAL and self._takes_final:
+                is_final = True
+                count ^= FLAG_FINAL
+            slices = decode_slices(body, count=count, payload_bytes=header.payload_bytes)
         frame = Frame(header, body, slices)
+        frame.is_final = is_final
         if not header.payload_bytes:
             frames.append(frame)
             return
@@ -410,6 +433,7 @@ class FrameWriter:
         payload_bytes: int,
         frame_type: FrameType = FrameType.DATA,
         epoch: int = 0,
+        is_final: bool = False,
         on_sent: Callable[[], None] | None = None,
     ) -> None:
         """Queues a DATA (or WRITER_WRITE) frame; `payload` is what the slices describe, in order, no piece empty."""
@@ -419,7 +443,7 @@ class FrameWriter:
             encode_slices(slices),
             payload_bytes=payload_bytes,
             epoch=epoch,
-            flags=len(slices),
+            flags=len(slices) | FLAG_FINAL if is_final else len(slices),
         )
         self.push(head, payload, payload_bytes=payload_bytes, on_sent=on_sent)
 

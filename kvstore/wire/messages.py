@@ -64,6 +64,8 @@ class Feature(IntFlag):
     """Feature bits of HELLO and WELCOME; a connection uses those that both sides name."""
 
     NONE = 0
+    FINAL_DATA = 1
+    """A GET all of whose items are hits may end with its last DATA frame (slices.FLAG_FINAL) instead of END."""
 
 
 # --- the connection -------------------------------------------------------------------------------------------------

@@ -182,6 +182,12 @@ class ServerSession(_Session):
         if after is State.IDLE or after is State.CLOSED:
             self._request = None
 
+    def send_final_data(self) -> None:
+        """The node is about to send the DATA frame that ends a GET. Raises AssertionError for our own defect."""
+        assert self._state is State.READ, f"node ends {self._request} with DATA in state {self._state.name}"
+        self._state = State.IDLE
+        self._request = None
+
 
 class ClientSession(_Session):
     """The client's side."""
@@ -213,8 +219,11 @@ class ClientSession(_Session):
             raise self._illegal(frame, "sending")
         self._state = self._require(frame)
 
-    def receive(self, frame: F, request_id: int) -> Verdict:
+    def receive(self, frame: F, request_id: int, *, is_final: bool = False) -> Verdict:
         """A frame came from the node. IGNORE means that it belongs to an older call: drop it and its payload.
+
+        Args:
+            is_final: DATA that ends the call (slices.FLAG_FINAL).
 
         Raises:
             InvalidRequest: It is not legal now; close the connection.
@@ -227,9 +236,9 @@ class ClientSession(_Session):
                 return Verdict.ACCEPT
             return Verdict.IGNORE
         after = self._node_frame(frame)
-        if after is None:
+        if after is None or (is_final and self._state is not State.READ):
             raise self._illegal(frame, "received")
-        self._enter(after)
+        self._enter(State.IDLE if is_final else after)
         return Verdict.ACCEPT
 
     def _require(self, frame: F) -> State:

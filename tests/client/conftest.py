@@ -26,7 +26,7 @@ from kvstore.wire.frames import Frame, FrameReader
 from kvstore.wire.header import FrameType, encode_head
 from kvstore.wire.messages import MESSAGES
 from kvstore.wire.ranges import decode_ranges
-from kvstore.wire.slices import Slice, encode_slices
+from kvstore.wire.slices import FLAG_FINAL, Slice, encode_slices
 
 U32 = struct.Struct("<I")
 
@@ -51,6 +51,7 @@ class ScriptedNode:
     Attributes:
         script: Called with the link and the frame before each request is answered; returns True when it answered.
         corrupt: Called with each outgoing DATA frame's parts; may change them.
+        is_brief: Answers a GET of whole records that are all hits with one final DATA frame.
         calls: Verbs in the order in which they came.
     """
 
@@ -65,6 +66,7 @@ class ScriptedNode:
     batch_items_max: int = BATCH_ITEMS_MAX
     slice_bytes: int = SLICE_BYTES_MAX
     epoch: int = 1
+    is_brief: bool = False
     script: Callable[[Link, Frame], bool] | None = None
     garble: Callable[[list[Slice], list[bytes]], None] | None = None
     data: tuple[str, ...] = ()
@@ -180,13 +182,17 @@ class Link:
         head = encode_head(message.TYPE, request.request_id, message.encode(), epoch=self.node.epoch)
         self.socket.sendall(head)
 
-    def send_data(self, request: Frame, slices: list[Slice], payloads: list[bytes]) -> None:
+    def send_data(self, request: Frame, slices: list[Slice], payloads: list[bytes], *, is_final: bool = False) -> None:
         """One DATA frame, garbled when the node was told to."""
         if self.node.garble is not None:
             self.node.garble(slices, payloads)
         payload = b"".join(payloads)
         head = encode_head(
-            FrameType.DATA, request.request_id, encode_slices(slices), payload_bytes=len(payload), flags=len(slices)
+            FrameType.DATA,
+            request.request_id,
+            encode_slices(slices),
+            payload_bytes=len(payload),
+            flags=len(slices) | (FLAG_FINAL if is_final else 0),
         )
         self.socket.sendall(head + payload)
 
@@ -202,7 +208,7 @@ class Link:
         self.node.hellos.append(hello)
         welcome = m.Welcome(
             version=1,
-            features=0,
+            features=m.Feature.FINAL_DATA if self.node.is_brief else m.Feature.NONE,
             node_id="scripted",
             boot_id=self.node.boot_id,
             epoch=self.node.epoch,
@@ -275,6 +281,11 @@ class Link:
     def _get(self, frame: Frame, get: m.Get) -> None:
         ranges = decode_ranges(get)
         statuses = bytearray(self._statuses(get.namespace, get.keys))
+        if self.node.is_brief and ranges is None and not any(statuses) and not get.content_ids:
+            records = [self.node.records[get.namespace, key] for key in split(get.keys)]
+            slices = [_whole_slice(item, record) for item, record in enumerate(records)]
+            self.send_data(frame, slices, [record.payload for record in records], is_final=True)
+            return
         for item, key in enumerate(split(get.keys)):
             wanted = get.content_ids[item * 16 : item * 16 + 16]
             if not statuses[item] and wanted not in (b"", bytes(16), self.node.records[get.namespace, key].content_id):
@@ -400,6 +411,11 @@ class Link:
             _, key, _, _ = self.node.writers.pop(number)
             self.node.pending.discard(key)
         self.send(frame, m.End())
+
+
+def _whole_slice(item: int, record: StoredRecord) -> Slice:
+    total, size = len(record.payload), record.block_bytes
+    return Slice(item, 0, total, 0, True, record.content_id, total, size, crc_table(record.payload, size))
 
 
 def split(keys: bytes) -> list[bytes]:

@@ -14,7 +14,7 @@ from kvstore.wire.failures import ERROR_CODES, code_of, error_of
 from kvstore.wire.frames import Frame, FrameReader
 from kvstore.wire.header import FrameType, encode_head
 from kvstore.wire.messages import MESSAGES
-from kvstore.wire.slices import Slice, encode_slices
+from kvstore.wire.slices import FLAG_FINAL, Slice, encode_slices
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "wire.json").read_text())
 
@@ -32,6 +32,7 @@ def value_of(raw: object) -> object:
 
 def read_one(wire: bytes) -> Frame:
     reader = FrameReader(Keep())
+    reader.allow_final_data()
     view = reader.buffers()[0]
     view[: len(wire)] = wire
     (frame,) = reader.advance(len(wire))
@@ -46,7 +47,7 @@ def test_a_golden_frame_is_written_and_read(vector: dict[str, object]) -> None:
     flags = 0
     if "slices" in vector:
         slices = [Slice(**{name: value_of(raw) for name, raw in one.items()}) for one in vector["slices"]]  # type: ignore[attr-defined]
-        body, flags = encode_slices(slices), len(slices)
+        body, flags = encode_slices(slices), len(slices) | (FLAG_FINAL if vector.get("final") else 0)
     else:
         kind = MESSAGES[frame_type]
         message = kind(**{name: value_of(raw) for name, raw in vector["fields"].items()})  # type: ignore[attr-defined]
@@ -66,6 +67,7 @@ def test_a_golden_frame_is_written_and_read(vector: dict[str, object]) -> None:
     assert b"".join(frame.payload) == payload
     if "slices" in vector:
         assert frame.slices == slices
+        assert frame.is_final is vector.get("final", False)
     else:
         assert kind.decode(frame.body) == message
 

@@ -1,0 +1,152 @@
+"""GETs that end with their last DATA frame: right bytes, memory given back, and END where anything else is the case."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.engine.engine import DriveEngine, EngineSettings
+from kvstore.errors import InvalidRequest
+from kvstore.limits import MiB
+from kvstore.testing.plane_lab import LabClient, PlaneLab
+from kvstore.types.layout import KVLayout
+from kvstore.types.namespace import Namespace
+from kvstore.types.results import MissReason
+from kvstore.wire.header import FrameType, encode_head
+from kvstore.wire.messages import End, Feature
+from kvstore.wire.ranges import encode_ranges
+from kvstore.wire.slices import FLAG_FINAL, NO_CONTENT_ID, Slice, encode_slices
+
+NAMESPACE = Namespace(
+    tenant="default", model="m", weights="w", layout=KVLayout.opaque(chunk_bytes=2 * MiB, chunk_tokens=16)
+)
+NS = NAMESPACE.digest
+
+
+def key_of(number: int) -> bytes:
+    return bytes([number % 251]) * 8 + number.to_bytes(8, "little") * 3
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[DriveEngine]:
+    settings = EngineSettings(
+        capacity_bytes=64 * MiB,
+        segment_bytes=8 * MiB,
+        cache_bytes=16 * MiB,
+        staging_bytes=32 * MiB,
+        device="threads",
+        prefault=False,
+    )
+    made = DriveEngine.open(tmp_path, settings, now_ns=time.monotonic_ns())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def lab(engine: DriveEngine) -> Iterator[PlaneLab]:
+    made = PlaneLab(engine)
+    yield made
+    made.plane.close()
+    made.turn_until(lambda: engine.idle and not staged_bytes(engine))
+    made.close()
+
+
+def staged_bytes(engine: DriveEngine) -> int:
+    engine.update_gauges(time.monotonic_ns())
+    return engine.metrics.staging_bytes
+
+
+def stored(lab: PlaneLab, sizes: list[int]) -> tuple[LabClient, list[bytes], list[bytes]]:
+    """A client that takes final DATA, and records that lie in the node's memory."""
+    client = lab.client(features=Feature.FINAL_DATA)
+    client.register(NAMESPACE.manifest())
+    keys = [key_of(number) for number in range(len(sizes))]
+    values = [os.urandom(size) for size in sizes]
+    client.put(NS, keys, values)
+    for key in keys:
+        client.get(NS, [key])
+    return client, keys, values
+
+
+@pytest.mark.parametrize("sizes", [[1], [0], [65536], [MiB], [0, 5, 4096, 65537, 0], [1000] * 960])
+def test_hits_in_memory_end_with_one_frame(lab: PlaneLab, sizes: list[int]) -> None:
+    client, keys, values = stored(lab, sizes)
+    loaded = lab.metrics.loaded_records
+    client.start_get(NS, keys)
+    frame = client.receive()
+    assert (frame.type, frame.is_final) == (FrameType.DATA, True)
+    assert [bytes(client.data[item]) for item in range(len(keys))] == values
+    assert lab.metrics.loaded_records == loaded + len(keys)
+    assert client.get(NS, keys) == (bytes(len(keys)), dict(enumerate(values))), "the connection goes on"
+
+
+def test_whoever_has_not_named_the_feature_gets_end(lab: PlaneLab) -> None:
+    _, keys, values = stored(lab, [1000, 2000])
+    other = lab.client()
+    other.start_get(NS, keys)
+    assert not other.receive().is_final
+    assert other.expect(End).statuses == bytes(2)
+    assert [bytes(other.data[item]) for item in range(2)] == values
+
+
+@pytest.mark.parametrize("sizes", [[1000] * 961, [MiB, 1], [700_000, 700_000], [MiB + 1]])
+def test_what_does_not_fit_one_frame_ends_with_end(lab: PlaneLab, sizes: list[int]) -> None:
+    client, keys, values = stored(lab, sizes)
+    assert client.get(NS, keys) == (bytes(len(keys)), dict(enumerate(values)))
+    client.start_get(NS, keys)
+    while (frame := client.receive()).type is FrameType.DATA:
+        assert not frame.is_final
+    assert frame.type is FrameType.END
+
+
+def test_misses_ranges_and_pinned_copies_end_with_end(lab: PlaneLab) -> None:
+    client, keys, values = stored(lab, [1000, 2000])
+    assert client.get(NS, [*keys, key_of(9)])[0] == bytes([0, 0, MissReason.ABSENT])
+    counts, ranges = encode_ranges([[(0, 10)]])
+    assert client.get(NS, keys, range_counts=counts, ranges=ranges)[0] == bytes(2)
+    assert client.get(NS, keys, content_ids=b"X" * 32)[0] == bytes([MissReason.ABSENT] * 2)
+    assert client.get(NS, keys, deadline_ns=0)[0] == bytes([MissReason.DEADLINE] * 2)
+    assert client.get(bytes(32), keys)[0] == bytes([MissReason.ABSENT] * 2)
+    assert client.get(NS, keys) == (bytes(2), dict(enumerate(values)))
+
+
+def test_a_socket_that_takes_little_gets_the_rest_later(lab: PlaneLab, engine: DriveEngine) -> None:
+    client, keys, values = stored(lab, [MiB])
+    (held,) = [one for one in lab.plane._connections if one.client is not None]
+    held.channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    client.start_get(NS, keys)
+    lab.turn_until(lambda: held.channel.pending_bytes > 0)
+    assert staged_bytes(engine) == 0, "it is sent from where it is cached"
+    assert client.end_get() == (b"\0", {0: values[0]})
+    assert not held.channel.pending_bytes
+
+
+def test_a_client_that_leaves_in_the_middle_lets_go_of_the_memory(lab: PlaneLab, engine: DriveEngine) -> None:
+    client, keys, _ = stored(lab, [MiB])
+    (held,) = [one for one in lab.plane._connections if one.client is not None]
+    held.channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    client.start_get(NS, keys)
+    lab.turn_until(lambda: held.channel.pending_bytes > 0)
+    record = next(iter(engine.cache.at.values()))
+    assert record.piece is not None
+    assert record.piece.holders == 2
+    client.channel.close()
+    lab.turn_until(lambda: held.is_closed)
+    assert record.piece.holders == 1
+
+
+def test_a_client_may_not_end_its_put_that_way(lab: PlaneLab) -> None:
+    client, _, _ = stored(lab, [10])
+    client.start(client.offer(NS, [key_of(7)], [b"value"]))
+    assert client.receive().type is FrameType.GRANT
+    one = Slice(0, 0, 5, 0, True, NO_CONTENT_ID, 5, 65536, b"")
+    request_id = client.session.request_id
+    head = encode_head(FrameType.DATA, request_id, encode_slices([one]), payload_bytes=5, flags=1 | FLAG_FINAL)
+    client.send_raw(head + b"value")
+    with pytest.raises(InvalidRequest, match="slices"):
+        client.receive()
