@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvstore.engine.api import CachedItem, Engine, NamespaceRef, ReadHandle, ReadSpec, ReadyItem
+from kvstore.engine.api import CachedItem, Engine, ReadHandle, ReadSpec, ReadyItem
 from kvstore.limits import DIGEST_BYTES, FRAME_AIM_BYTES, LINGER_NS, SLICE_BYTES_MAX, SLICES_PER_FRAME_MAX
 from kvstore.server.call import Call
 from kvstore.telemetry.metrics import DataplaneMetrics, Verb
 from kvstore.types.results import MissReason
+from kvstore.wire.expected import plain_get
 from kvstore.wire.header import FrameType, encode_head
 from kvstore.wire.messages import End, Get
 from kvstore.wire.ranges import decode_ranges
@@ -211,22 +212,16 @@ def start_get(connection: Connection, body: bytes | bytearray, engine: Engine, *
     Raises:
         InvalidRequest: The message is malformed.
     """
+    metrics = connection.metrics
+    plain = plain_get(body) if connection.ends_with_data else None
+    if plain is not None and _answer_from_memory(connection, engine, *plain, now_ns=now_ns):
+        metrics.calls[Verb.GET] += 1
+        return False
     get = Get.decode(body)
+    metrics.calls[Verb.GET] += 1
     ranges = decode_ranges(get)
     count = len(get.keys) // DIGEST_BYTES
-    metrics = connection.metrics
-    metrics.calls[Verb.GET] += 1
     namespace = engine.namespace(get.namespace)
-    if (
-        namespace is not None
-        and ranges is None
-        and not get.content_ids
-        and 0 < count <= SLICES_PER_FRAME_MAX
-        and connection.ends_with_data
-        and get.deadline_ns
-        and _answer_from_memory(connection, engine, namespace, get.keys, now_ns)
-    ):
-        return False
     deadline_ns = now_ns + get.deadline_ns
     call = ReadCall(connection, count, metrics, now_ns=now_ns, deadline_ns=deadline_ns)
     connection.call = call
@@ -248,10 +243,16 @@ def start_get(connection: Connection, body: bytes | bytearray, engine: Engine, *
 
 
 def _answer_from_memory(
-    connection: Connection, engine: Engine, namespace: NamespaceRef, keys: bytes, now_ns: int
+    connection: Connection, engine: Engine, digest: bytes, keys: bytes, deadline_ns: int, *, now_ns: int
 ) -> bool:
     """Answers a small GET with one frame, when all of it lies in memory and the connection is free; else False."""
-    if not connection.can_answer_at_once:
+    namespace = engine.namespace(digest)
+    if (
+        namespace is None
+        or not 0 < len(keys) <= SLICES_PER_FRAME_MAX * DIGEST_BYTES
+        or not deadline_ns
+        or not connection.can_answer_at_once
+    ):
         return False
     records = engine.take_cached(namespace, keys, now_ns=now_ns, bytes_max=FRAME_AIM_BYTES)
     if records is None:

@@ -11,11 +11,14 @@ from functools import lru_cache
 from typing import Final
 
 from kvstore.errors import ChecksumMismatch
+from kvstore.limits import BATCH_ITEMS_MAX, DIGEST_BYTES, REQUEST_NS_MAX
 from kvstore.types.checksum import crc32c
-from kvstore.wire.codec import pack_fields
+from kvstore.wire.codec import pack_fields, unpack_fields
 from kvstore.wire.header import HEADER_BYTES, MAGIC, VERSION, FrameType
 from kvstore.wire.slices import DESCRIPTOR_BYTES, FLAG_FINAL, FLAG_LAST, Slice
 
+_PLAIN: Final = (b"", b"", b"", 0, False)  # the fields of a GET behind its deadline: whole records, any copy
+_GET_FIELDS: Final = 3 + len(_PLAIN)
 _START: Final = struct.Struct("<2sBBIII")  # the header up to its epoch
 _END: Final = struct.Struct("<QII")
 _U32: Final = struct.Struct("<I")
@@ -28,7 +31,28 @@ _CRC_AT: Final = HEADER_BYTES - 4
 
 def get_body(namespace: bytes, keys: bytes, deadline_ns: int) -> bytes:
     """The body of a GET of whole records: `Get(namespace=..., keys=..., deadline_ns=...).encode()`, made quicker."""
-    return pack_fields((namespace, keys, deadline_ns, b"", b"", b"", 0, False))
+    return pack_fields((namespace, keys, deadline_ns, *_PLAIN))
+
+
+def plain_get(body: bytes | bytearray) -> tuple[bytes, bytes, int] | None:
+    """Namespace, keys and deadline of a body as `get_body` makes it; None for any other GET: `Get.decode` judges it."""
+    fields = unpack_fields(body, what="GET")
+    if len(fields) != _GET_FIELDS or fields[3:] != _PLAIN:
+        return None
+    namespace, keys, deadline_ns, _, _, _, credit_bytes, accept_pending = fields
+    if (
+        type(namespace) is bytes
+        and len(namespace) == DIGEST_BYTES
+        and type(keys) is bytes
+        and not len(keys) % DIGEST_BYTES
+        and len(keys) <= BATCH_ITEMS_MAX * DIGEST_BYTES
+        and type(deadline_ns) is int
+        and 0 <= deadline_ns <= REQUEST_NS_MAX
+        and type(credit_bytes) is int
+        and type(accept_pending) is bool
+    ):
+        return namespace, keys, deadline_ns
+    return None
 
 
 class ExpectedData:

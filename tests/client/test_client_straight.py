@@ -7,13 +7,14 @@ import threading
 
 import pytest
 
-from kvstore.limits import SLICES_PER_FRAME_MAX
+from kvstore.limits import BATCH_ITEMS_MAX, REQUEST_NS_MAX, SLICES_PER_FRAME_MAX
 from kvstore.types.checksum import crc_table
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import MissReason
 from kvstore.wire import messages as m
-from kvstore.wire.expected import expected_data, get_body
+from kvstore.wire.codec import pack_fields
+from kvstore.wire.expected import expected_data, get_body, plain_get
 from kvstore.wire.frames import FrameReader
 from kvstore.wire.header import FrameType, encode_head
 from kvstore.wire.messages import Get
@@ -274,7 +275,34 @@ def test_threads_share_a_client(node, stored) -> None:
 
 def test_the_quick_body_is_that_of_the_message() -> None:
     keys = bytes(range(64))
-    assert get_body(b"n" * 32, keys, 12345) == Get(namespace=b"n" * 32, keys=keys, deadline_ns=12345).encode()
+    body = get_body(b"n" * 32, keys, 12345)
+    assert body == Get(namespace=b"n" * 32, keys=keys, deadline_ns=12345).encode()
+    assert plain_get(body) == (b"n" * 32, keys, 12345)
+
+
+PLAIN = (b"n" * 32, b"k" * 64, 5, b"", b"", b"", 0, False)
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        *((0, bad) for bad in (b"n" * 31, b"", "n" * 32, 5)),
+        *((1, bad) for bad in (b"k" * 63, "k" * 64, 7, bytes(32 * (BATCH_ITEMS_MAX + 1)))),
+        *((2, bad) for bad in (-1, REQUEST_NS_MAX + 1, True, b"")),
+        (3, bytes(4)),
+        (4, bytes(16)),
+        (5, bytes(16)),
+        (6, 1),
+        (6, False),
+        (7, True),
+        (7, 0),
+    ],
+)
+def test_the_quick_reader_takes_nothing_that_the_careful_one_would_refuse_or_read_otherwise(at, value) -> None:
+    assert plain_get(pack_fields(PLAIN)) is not None
+    assert plain_get(pack_fields((*PLAIN[:at], value, *PLAIN[at + 1 :]))) is None
+    assert plain_get(pack_fields(PLAIN[:-1])) is None
+    assert plain_get(pack_fields((*PLAIN, 1))) is None
 
 
 @pytest.mark.parametrize(
