@@ -84,6 +84,8 @@ class ReadSpec:
         content_ids: n * 16 bytes; all zeros means any. Another content id is a Miss(ABSENT).
         deadline_ns: monotonic; records not ready by then are Miss(DEADLINE).
         accept_pending: also serve records that are received but not durable yet.
+        verify: a client found these records' bytes wrong: memory is checked before it is served. A copy that does not
+            match its checksums is dropped, and the record read from the drive.
     """
 
     namespace: NamespaceRef
@@ -93,6 +95,7 @@ class ReadSpec:
     ranges: Sequence[Sequence[tuple[int, int]]] | None = None
     content_ids: bytes | None = None
     accept_pending: bool = False
+    verify: bool = False
 
 
 class ReadHandle(Protocol):

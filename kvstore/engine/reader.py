@@ -22,6 +22,7 @@ from kvstore.engine.namespaces import NamespaceTable, index_key, index_keys, ind
 from kvstore.engine.put import Put, Ticket
 from kvstore.engine.request import Pieces, Request
 from kvstore.engine.segment import SegmentTable
+from kvstore.engine.verify import blocks_match
 from kvstore.errors import InvalidRequest
 from kvstore.limits import (
     DEVICE_IO_BYTES_MAX,
@@ -100,6 +101,8 @@ class Reader:
         """
         _check(spec)
         request = Request(self, spec, sink, force_cache=force_cache)
+        if spec.verify:
+            self._metrics.checksum_errors_reported += request.left
         if not request.left:
             request.close()
             sink.finished()
@@ -231,6 +234,7 @@ class Reader:
             self._metrics.cache_misses += len(indices)
             return list(indices)
         get, keys, loaded, now_ns, tick = space.get, request.keys, request.loaded, self.now_ns, self.tick
+        verify = request.spec.verify
         missing: list[int] = []
         stale: list[int] = []
         for index in indices:
@@ -240,6 +244,8 @@ class Reader:
                 missing.append(index)
             elif request.staged_bytes >= READ_WINDOW_BYTES:
                 request.later.append(index)
+            elif verify and not self._is_sound(record):
+                missing.append(index)
             else:
                 if record.tick != tick:
                     record.tick = tick
@@ -254,6 +260,18 @@ class Reader:
         if stale:
             self._touch(request, stale)
         return missing
+
+    def _is_sound(self, record: CachedRecord) -> bool:
+        """Whether a copy in memory still has its checksums; one that has not is dropped and counted.
+
+        A client has found wrong bytes: where they came from is known only now. The drive's copy is not to blame.
+        """
+        facts = record.facts
+        if blocks_match(record.view, facts.block_bytes, facts.crcs):
+            return True
+        self._metrics.checksum_errors_memory += 1
+        self._cache.forget(record.salt, facts.key)
+        return False
 
     def _touch(self, request: Request, indices: Sequence[int]) -> None:
         """Tell the index that records were asked for, once per tick."""
@@ -342,7 +360,7 @@ class Reader:
         if ticket is None or ticket.spec.key != key:
             return False
         payload = ticket.payload if isinstance(ticket, Put) else None
-        if not request.spec.accept_pending or payload is None:
+        if not request.spec.accept_pending or payload is None or request.spec.verify:
             request.miss(index, MissReason.PENDING)
             return True
         facts = RecordFacts(

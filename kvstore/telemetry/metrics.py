@@ -175,6 +175,7 @@ class EngineMetrics:
         "kvstore_checksum_errors", "Checksum mismatches, by place", place="received"
     )
     checksum_errors_reported: int = counter("kvstore_checksum_errors", "Checksum mismatches, by place", place="client")
+    checksum_errors_memory: int = counter("kvstore_checksum_errors", "Checksum mismatches, by place", place="memory")
     key_collisions: int = counter("kvstore_key_collisions", "Index hits whose full key differed: answered as a miss")
     quarantined_records: int = counter("kvstore_quarantined_records", "Records taken out for a bad checksum")
     scrubbed_records: int = counter("kvstore_scrubbed_records", "Records verified by scrub")

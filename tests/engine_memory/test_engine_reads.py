@@ -164,6 +164,25 @@ def test_a_bit_that_flips_on_the_way_is_read_again_and_counted() -> None:
     lab.check_memory()
 
 
+@pytest.mark.parametrize("ranges", [None, [[(70_000, 100)]]], ids=["whole", "range"])
+def test_a_bit_that_flipped_in_memory_is_found_when_a_client_tells_of_it(ranges: list[list[tuple[int, int]]]) -> None:
+    lab = Lab(cache=8 * MiB)
+    keys = lab.put(3, 200_000)
+    assert lab.get(keys) == numbers(1, 3, 200_000)
+    good = lab.get(keys, ranges=ranges)
+    copy = lab.engine.cache.find(lab.ref.salt, keys[1])
+    assert copy is not None
+    copy.view[70_001] ^= 16
+    metrics = lab.engine.metrics
+    reads = metrics.read_ios
+    assert lab.get(keys, ranges=ranges, verify=True) == good
+    assert metrics.read_ios > reads
+    assert (metrics.checksum_errors_reported, metrics.checksum_errors_memory) == (3, 1)
+    assert (metrics.checksum_errors_read, metrics.quarantined_records) == (0, 0), "the drive is not to blame"
+    assert lab.get(keys, ranges=ranges) == good
+    lab.check_memory()
+
+
 @pytest.mark.parametrize("at", [0, 100, 260, PAGE_BYTES, PAGE_BYTES + 19_999], ids=lambda at: f"byte {at}")
 def test_a_bit_that_flipped_at_rest_costs_its_record_and_no_other(at: int) -> None:
     lab = Lab()
