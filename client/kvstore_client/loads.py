@@ -45,7 +45,8 @@ class Begun(NamedTuple):
 class LoadJob(Job):
     """Reads the records of one target. What is not a HIT or a miss at the end is still OPEN.
 
-    A record whose bytes did not match is asked for once more, on a fresh connection.
+    A record whose bytes did not match is asked for once more, on a fresh connection, and the node is told to check its
+    own copy first: nobody knows yet whether memory there or something on the way has garbled it.
 
     Attributes:
         records: As given.
@@ -260,6 +261,7 @@ class LoadJob(Job):
             ranges=ranges,
             content_ids=self._content_ids(),
             accept_pending=self._accept_pending,
+            verify=not self._may_re_ask,
         )
 
     def _ranges_of(self, chosen: Sequence[int]) -> list[list[tuple[int, int]]] | None:

@@ -8,7 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.engine.api import CachedItem, Engine, ReadHandle, ReadSpec, ReadyItem
-from kvstore.limits import DIGEST_BYTES, FRAME_AIM_BYTES, LINGER_NS, SLICE_BYTES_MAX, SLICES_PER_FRAME_MAX
+from kvstore.limits import (
+    DIGEST_BYTES,
+    FRAME_AIM_BYTES,
+    FRAME_PAYLOAD_BYTES_MAX,
+    LINGER_NS,
+    SLICE_BYTES_MAX,
+    SLICES_PER_FRAME_MAX,
+)
 from kvstore.server.call import Call
 from kvstore.telemetry.metrics import DataplaneMetrics, Verb
 from kvstore.types.results import MissReason
@@ -238,6 +245,7 @@ def start_get(connection: Connection, body: bytes | bytearray, engine: Engine, *
         ranges=ranges,
         content_ids=get.content_ids or None,
         accept_pending=get.accept_pending,
+        verify=get.verify,
     )
     return not call.start(engine, spec, now_ns)
 
@@ -254,7 +262,7 @@ def _answer_from_memory(
         or not connection.can_answer_at_once
     ):
         return False
-    records = engine.take_cached(namespace, keys, now_ns=now_ns, bytes_max=FRAME_AIM_BYTES)
+    records = engine.take_cached(namespace, keys, now_ns=now_ns, bytes_max=FRAME_PAYLOAD_BYTES_MAX)
     if records is None:
         return False
     slices: list[Slice] = []

@@ -17,7 +17,7 @@ from kvstore.wire.codec import pack_fields, unpack_fields
 from kvstore.wire.header import HEADER_BYTES, MAGIC, VERSION, FrameType
 from kvstore.wire.slices import DESCRIPTOR_BYTES, FLAG_FINAL, FLAG_LAST, Slice
 
-_PLAIN: Final = (b"", b"", b"", 0, False)  # the fields of a GET behind its deadline: whole records, any copy
+_PLAIN: Final = (b"", b"", b"", 0, False, False)  # the fields of a GET behind its deadline: whole records, any copy
 _GET_FIELDS: Final = 3 + len(_PLAIN)
 _START: Final = struct.Struct("<2sBBIII")  # the header up to its epoch
 _END: Final = struct.Struct("<QII")
@@ -39,7 +39,7 @@ def plain_get(body: bytes | bytearray) -> tuple[bytes, bytes, int] | None:
     fields = unpack_fields(body, what="GET")
     if len(fields) != _GET_FIELDS or fields[3:] != _PLAIN:
         return None
-    namespace, keys, deadline_ns, _, _, _, credit_bytes, accept_pending = fields
+    namespace, keys, deadline_ns, _, _, _, credit_bytes, accept_pending, verify = fields
     if (
         type(namespace) is bytes
         and len(namespace) == DIGEST_BYTES
@@ -50,6 +50,7 @@ def plain_get(body: bytes | bytearray) -> tuple[bytes, bytes, int] | None:
         and 0 <= deadline_ns <= REQUEST_NS_MAX
         and type(credit_bytes) is int
         and type(accept_pending) is bool
+        and type(verify) is bool
     ):
         return namespace, keys, deadline_ns
     return None

@@ -273,8 +273,11 @@ class Get(Message):
         range_counts: how many ranges each key has (u32 each); empty when all keys have the same `ranges`.
         ranges: (u64 offset, u64 length) each; empty with empty `range_counts` means whole records.
         content_ids: 16 bytes per key, zeros for any copy; or empty.
-        credit_bytes: payload that the client wants unacknowledged at most; 0 for no limit beyond the socket's.
+        credit_bytes: reserved for transports that write into the client's memory by themselves: payload that may be on
+            its way unacknowledged, 0 for no limit. Over TCP flow control does the work, and the node ignores it.
         accept_pending: also records that were received but are not durable yet.
+        verify: the client found these records' bytes wrong. The node checks the copies in its memory before it serves
+            them, drops a bad one and reads the drive; records that are not durable yet are PENDING.
     """
 
     namespace: Digest
@@ -285,6 +288,7 @@ class Get(Message):
     content_ids: ContentIds = b""
     credit_bytes: U64 = 0
     accept_pending: Flag = False
+    verify: Flag = False
 
     def validate(self) -> None:
         if not self.content_ids and not self.range_counts:

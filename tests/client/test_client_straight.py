@@ -280,7 +280,7 @@ def test_the_quick_body_is_that_of_the_message() -> None:
     assert plain_get(body) == (b"n" * 32, keys, 12345)
 
 
-PLAIN = (b"n" * 32, b"k" * 64, 5, b"", b"", b"", 0, False)
+PLAIN = (b"n" * 32, b"k" * 64, 5, b"", b"", b"", 0, False, False)
 
 
 @pytest.mark.parametrize(
@@ -296,6 +296,8 @@ PLAIN = (b"n" * 32, b"k" * 64, 5, b"", b"", b"", 0, False)
         (6, False),
         (7, True),
         (7, 0),
+        (8, True),
+        (8, 0),
     ],
 )
 def test_the_quick_reader_takes_nothing_that_the_careful_one_would_refuse_or_read_otherwise(at, value) -> None:
