@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from kvstore.errors import DeadlineExceeded, KVStoreError
-from kvstore.limits import FRAME_AIM_BYTES, SLICES_PER_FRAME_MAX
+from kvstore.limits import FRAME_PAYLOAD_BYTES_MAX, SLICE_BYTES_MAX, SLICES_PER_FRAME_MAX
 from kvstore.types.checksum import crc_table
 from kvstore.types.results import Hit, Miss
 from kvstore.wire.expected import ExpectedData, expected_data, get_body
@@ -40,7 +40,7 @@ def plain_views(buffers: Sequence[Item], key_count: int) -> list[memoryview] | N
             return None
         length = len(pieces[0])
         views.append(pieces[0])
-    return views if 0 < length * key_count <= FRAME_AIM_BYTES else None
+    return views if 0 < length <= SLICE_BYTES_MAX and length * key_count <= FRAME_PAYLOAD_BYTES_MAX else None
 
 
 def read_straight(

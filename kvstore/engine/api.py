@@ -243,7 +243,8 @@ class Engine(Protocol):
     def take_cached(
         self, ref: NamespaceRef, keys: bytes, *, now_ns: int, bytes_max: int
     ) -> Sequence[CachedItem] | None:
-        """The whole records of n * 32 bytes of keys if all of them lie in memory and have at most `bytes_max` together.
+        """The whole records of n * 32 bytes of keys if all of them lie in memory and have at most `bytes_max` together,
+        and none more than SLICE_BYTES_MAX.
 
         The quick way for small reads, counted as `read` counts. None says only "use `read`"; nothing is held then.
         """

@@ -32,6 +32,7 @@ from kvstore.limits import (
     READ_COALESCE_BYTES,
     READ_WINDOW_BYTES,
     READS_IN_FLIGHT_MAX,
+    SLICE_BYTES_MAX,
 )
 from kvstore.telemetry.metrics import EngineMetrics
 from kvstore.types.flow import FlowClass
@@ -207,8 +208,9 @@ class Reader:
             record = space.get(keys[at : at + DIGEST_BYTES])
             if record is None or 0 < record.until_ns <= now_ns:
                 return None
-            bytes_max -= record.facts.record_bytes
-            if bytes_max < 0:
+            length = record.facts.record_bytes
+            bytes_max -= length
+            if bytes_max < 0 or length > SLICE_BYTES_MAX:
                 return None
             found.append(record)
         stale = b""

@@ -73,7 +73,7 @@ def stored(lab: PlaneLab, sizes: list[int]) -> tuple[LabClient, list[bytes], lis
     return client, keys, values
 
 
-@pytest.mark.parametrize("sizes", [[1], [0], [65536], [MiB], [0, 5, 4096, 65537, 0], [1000] * 960])
+@pytest.mark.parametrize("sizes", [[1], [0], [65536], [MiB, MiB], [0, 5, 4096, 65537, 0], [1000] * 960])
 def test_hits_in_memory_end_with_one_frame(lab: PlaneLab, sizes: list[int]) -> None:
     client, keys, values = stored(lab, sizes)
     loaded = lab.metrics.loaded_records
@@ -94,7 +94,7 @@ def test_whoever_has_not_named_the_feature_gets_end(lab: PlaneLab) -> None:
     assert [bytes(other.data[item]) for item in range(2)] == values
 
 
-@pytest.mark.parametrize("sizes", [[1000] * 961, [MiB, 1], [700_000, 700_000], [MiB + 1]])
+@pytest.mark.parametrize("sizes", [[1000] * 961, [MiB, MiB, 1], [700_000] * 3, [MiB + 1]])
 def test_what_does_not_fit_one_frame_ends_with_end(lab: PlaneLab, sizes: list[int]) -> None:
     client, keys, values = stored(lab, sizes)
     assert client.get(NS, keys) == (bytes(len(keys)), dict(enumerate(values)))
