@@ -264,7 +264,10 @@ class Engine(Protocol):
         """Statuses once no key is pending any more, or at the deadline; calling what it returns ends the wait soon."""
 
     def delete(self, ref: NamespaceRef, keys: bytes, on_done: Callable[[bytes], None]) -> None:
-        """Logged and synced before `on_done(statuses)`; status 0 deleted, ABSENT otherwise."""
+        """Logged and synced before `on_done(statuses)`; status 0 deleted, ABSENT otherwise.
+
+        A put that was received before is awaited and deleted too; one that was not may still become visible.
+        """
 
     def prefetch(self, ref: NamespaceRef, keys: bytes, *, now_ns: int) -> int: ...
 

@@ -46,6 +46,7 @@ from kvstore.limits import (
     INDEX_ENTRIES_MAX,
     PAGE_BYTES,
     QUEUE_DEPTH_DEFAULT,
+    REQUEST_NS_MAX,
     SECOND_NS,
     STAGING_BYTES_DEFAULT,
     WRITE_AMPLIFICATION_DEFAULT,
@@ -406,6 +407,11 @@ class DriveEngine:
     def delete(self, ref: NamespaceRef, keys: bytes, on_done: Callable[[bytes], None]) -> None:
         """See `api.Engine.delete`."""
         _check_keys(keys)
+        received = self._received(ref, keys)
+        if received:
+            # Their owners may have been told so: once they have become valid, a tombstone reaches them.
+            self._waits.add(received, self.now_ns + REQUEST_NS_MAX, lambda: self.delete(ref, keys, on_done))
+            return
         in_memory: list[int] = []
         if self.cache.volatile_count:
             for at, key in enumerate(_each(keys)):
@@ -420,6 +426,14 @@ class DriveEngine:
             on_done(bytes(merged))
 
         self._ledger.delete(ref, index_keys(ref, keys), done if in_memory else on_done)
+
+    def _received(self, ref: NamespaceRef, keys: bytes) -> list[bytes]:
+        """Index keys of those among `keys` whose puts have come whole and are on their way to the drive."""
+        under_way = [ticket.key16 for ticket in self._pending.values() if ticket.received]
+        if not under_way:
+            return []
+        wanted = {index_key(ref, key) for key in _each(keys)}
+        return [key16 for key16 in under_way if key16 in wanted]
 
     def _quarantine(self, ref: NamespaceRef, key: bytes, location: int) -> None:
         count = self._ledger.quarantine(ref, index_keys(ref, key), np.array([location], dtype=np.uint64))

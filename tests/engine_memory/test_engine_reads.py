@@ -508,6 +508,24 @@ def test_received_but_not_durable_is_pending_except_for_those_who_accept_that() 
     lab.check_memory()
 
 
+def test_a_delete_reaches_a_record_that_was_received_and_is_not_durable_yet() -> None:
+    lab = Lab()
+    lab.driver.run_until(lambda: lab.engine.idle)
+    lab.drive.hold()
+    records = [(key(n), payload(n, 100_000)) for n in range(3)]
+    outcomes = [lab.driver.start_put(lab.driver.spec(lab.ref, k, p), p) for k, p in records]
+    lab.driver.advance(1000)
+    statuses: list[bytes] = []
+    lab.engine.delete(lab.ref, b"".join([key(0), key(7), key(2)]), statuses.append)
+    lab.driver.advance(1000)
+    assert not statuses, "who is told that it is gone must not find it later"
+    lab.drive.release()
+    lab.driver.run_until(lambda: all(outcomes) and bool(statuses))
+    assert statuses == [bytes([0, MissReason.ABSENT, 0])]
+    assert lab.get([k for k, _ in records]) == [MissReason.ABSENT, payload(1, 100_000), MissReason.ABSENT]
+    lab.check_memory()
+
+
 def test_volatile_records_live_in_ram_for_their_ttl_and_never_touch_the_drive() -> None:
     lab = Lab(cache=16 * MiB)
     lab.driver.run_until(lambda: lab.engine.idle)
