@@ -13,6 +13,9 @@ from pathlib import Path
 from types import TracebackType
 
 
+_IDLE_CPU_NS = 5_000_000  # in a quarter of a second
+
+
 def cpu_ns_of(pid: int) -> int:
     """CPU time of all threads of one process, in ns (/proc/PID/task/TID/schedstat, proc(5))."""
     total = 0
@@ -79,6 +82,15 @@ class Node:
         """CPU time of supervisor and workers so far."""
         assert self._process is not None
         return sum(cpu_ns_of(pid) for pid in descendants(self._process.pid))
+
+    def settle(self, timeout_s: float = 60) -> None:
+        """Wait until the node idles: it touches its memory in the background for some seconds after its start."""
+        end = time.perf_counter() + timeout_s
+        while time.perf_counter() < end:
+            before = self.cpu_ns()
+            time.sleep(0.25)
+            if self.cpu_ns() - before < _IDLE_CPU_NS:
+                return
 
     def kill(self) -> None:
         """SIGKILL, as a crash would."""

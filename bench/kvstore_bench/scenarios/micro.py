@@ -373,6 +373,7 @@ def bench_with(
         Node(data_dir=Path(data_dir), capacity_bytes=capacity_bytes, cache_bytes=cache_bytes) as node,
     ):
         bench = Bench(node, pair, effort, flow=flow)
+        node.settle()
         try:
             yield bench
         finally:
