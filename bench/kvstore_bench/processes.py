@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-
 _IDLE_CPU_NS = 5_000_000  # in a quarter of a second
 
 
