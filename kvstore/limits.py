@@ -72,6 +72,8 @@ REGISTERED_PIECE_BYTES: Final = 1 * GiB  # io_uring_register_buffers(3): at most
 
 # --- wire ------------------------------------------------------------------------------------------------------
 FRAME_BODY_BYTES_MAX: Final = 4 * MiB
+BODY_FIRST_BYTES: Final = 64 * KiB  # reserved for a body of any announced length; more as it arrives
+REQUESTS_BYTES_MAX: Final = 256 * MiB  # bodies and inline payload of all connections of a worker together
 SLICE_BYTES_MAX: Final = 1 * MiB
 FRAME_PAYLOAD_BYTES_MAX: Final = 2 * MiB
 BATCH_ITEMS_MAX: Final = 65_536
@@ -197,6 +199,8 @@ SERIES_MAX: Final = 300
 assert SLICE_BYTES_MAX <= FRAME_PAYLOAD_BYTES_MAX
 assert CHECKSUM_BYTES_MAX <= SLICE_BYTES_MAX, "a checksum block must fit one slice"
 assert INLINE_PUT_BYTES_MAX <= FRAME_PAYLOAD_BYTES_MAX
+assert READ_AHEAD_BYTES <= BODY_FIRST_BYTES <= FRAME_BODY_BYTES_MAX, "what came with the header must fit"
+assert REQUESTS_BYTES_MAX >= 16 * (FRAME_BODY_BYTES_MAX + INLINE_PUT_BYTES_MAX), "some of the largest side by side"
 assert FRAME_AIM_BYTES <= FRAME_PAYLOAD_BYTES_MAX
 assert INTEGRATION_STAGING_BYTES >= PAYLOAD_BYTES_MAX, "an integration stages at least one chunk"
 assert PAYLOAD_BYTES_MAX <= SEGMENT_BYTES_MAX

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
-from kvstore.errors import DeadlineExceeded, Internal, InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import DeadlineExceeded, Internal, InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.limits import (
     FRAME_AIM_BYTES,
     FRAME_BODY_BYTES_MAX,
@@ -21,6 +21,7 @@ from kvstore.limits import (
     INLINE_PUT_BYTES_MAX,
     LINGER_NS,
     PEER_STALL_NS,
+    READ_AHEAD_BYTES,
     SECOND_NS,
 )
 from kvstore.server.call import Call
@@ -30,6 +31,7 @@ from kvstore.telemetry.logs import RepeatLogger
 from kvstore.telemetry.metrics import DataplaneMetrics, error_index
 from kvstore.transport.tcp_node import TcpNodeChannel
 from kvstore.types.flow import FlowClass
+from kvstore.wire.body import MemoryBudget
 from kvstore.wire.failures import code_of, text_of
 from kvstore.wire.frames import Frame
 from kvstore.wire.header import FrameType
@@ -51,6 +53,7 @@ class Plane(Protocol):
     epoch: int
     now_ns: int
     clock: Callable[[], int]
+    requests_memory: MemoryBudget
     handlers: Mapping[FrameType, Callable[[Connection, Frame], None]]
 
     def place_writer_slices(self, connection: Connection, frame: Frame) -> Sequence[memoryview] | None:
@@ -82,6 +85,7 @@ class Connection:
     __slots__ = (
         "_blocked",
         "_handlers",
+        "_held_bytes",
         "_interest",
         "_lingering",
         "_plane",
@@ -107,7 +111,13 @@ class Connection:
         self.metrics = plane.metrics
         self.clock = plane.clock
         self._handlers = plane.handlers
-        self.channel = TcpNodeChannel(accepted, self, body_bytes_max=HELLO_BODY_BYTES_MAX)
+        self.channel = TcpNodeChannel(
+            accepted,
+            self,
+            body_bytes_max=HELLO_BODY_BYTES_MAX,
+            budget=None if is_admin else plane.requests_memory,  # people must get through when peers hold it all
+        )
+        self._held_bytes = 0  # of the requests' memory, for the call in progress
         self.session = ServerSession()
         self.is_admin = is_admin
         self.client: Client | None = None
@@ -161,6 +171,8 @@ class Connection:
             self.channel.landed(frame)
             return
         self.due_ns = self._plane.now_ns + IDLE_WAIT_NS
+        if len(frame.body) > READ_AHEAD_BYTES:
+            self._hold(len(frame.body))  # what the call keeps of it is about as long
         try:
             # the session lets requests and CANCEL through, nothing else
             self._handlers[frame.type](self, frame)
@@ -180,6 +192,7 @@ class Connection:
                 f"OFFER frame carries {frame.payload_bytes} bytes of payload, the limit is {INLINE_PUT_BYTES_MAX}: "
                 "send the data after its GRANT"
             )
+        self._hold(frame.payload_bytes)
         return [memoryview(bytearray(frame.payload_bytes))]
 
     def accepts_data(self, frame: Frame) -> bool:
@@ -196,6 +209,16 @@ class Connection:
         if not self.is_closed:
             self._watch()
 
+    def _hold(self, length_bytes: int) -> None:
+        """Memory that a request takes until it ends. Raises Overloaded when all connections' together is used up."""
+        if not self.is_admin:
+            self._plane.requests_memory.take(length_bytes)
+            self._held_bytes += length_bytes
+
+    def _let_go(self) -> None:
+        self._plane.requests_memory.give_back(self._held_bytes)
+        self._held_bytes = 0
+
     # --- sending ----------------------------------------------------------------------------------------------------
     def wake_engine(self) -> None:
         """The engine was given work outside of a request's first frame: let it move in this turn."""
@@ -204,6 +227,8 @@ class Connection:
     def send_final_data(self, head: bytes, payload: Sequence[memoryview], payload_bytes: int, on_sent: OnSent) -> None:
         """Ends the request in progress with a DATA frame (see `can_answer_at_once`). Raises Unavailable."""
         self.session.send_final_data()
+        if self._held_bytes:
+            self._let_go()
         if not self.channel.send_at_once(head, payload, payload_bytes=payload_bytes, on_sent=on_sent):
             self._blocked = True
             self._watch()
@@ -265,6 +290,8 @@ class Connection:
         self.session.send(message.TYPE)
         self.channel.send(message, self.session.request_id, epoch=plane.epoch)
         self.call = None
+        if self._held_bytes:
+            self._let_go()
         self.request_send()
 
     def fail(self, error: KVStoreError) -> None:
@@ -284,6 +311,9 @@ class Connection:
         """The work for this connection ended with `error`: it closes, after last words if the peer can hear them."""
         if isinstance(error, Unavailable):
             self.close()  # the peer is gone: its own affair
+        elif isinstance(error, Overloaded):
+            self._plane.faults.warning("overloaded", f"{self.channel.peer}: {error}")
+            self.give_up(error)
         elif isinstance(error, KVStoreError):
             self.metrics.protocol_errors += 1
             self._plane.faults.warning("protocol", f"{self.channel.peer}: {error}")
@@ -337,6 +367,7 @@ class Connection:
         self.session.close()
         self._abandon_call()
         self.channel.close()
+        self._let_go()
         self._plane.closed(self)
 
     def greeted(self, client: Client, flow: FlowClass, features: Feature) -> None:

@@ -25,6 +25,7 @@ from kvstore.limits import (
     IDLE_WAIT_NS,
     INLINE_PUT_BYTES_MAX,
     PUT_WINDOW_BYTES,
+    REQUESTS_BYTES_MAX,
     SWEEP_NS,
 )
 from kvstore.server import lookups
@@ -40,6 +41,7 @@ from kvstore.telemetry.logs import RepeatLogger
 from kvstore.telemetry.metrics import DataplaneMetrics, Verb
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import Refused, RefusedReason
+from kvstore.wire.body import MemoryBudget
 from kvstore.wire.codec import unpack_plain
 from kvstore.wire.frames import Frame
 from kvstore.wire.header import FrameType
@@ -81,6 +83,7 @@ class DataPlane:
         handlers: what carries out each request, and CANCEL.
         epoch: of the view.
         now_ns: the time of this turn.
+        requests_memory: what clients' requests take, all together.
         is_draining: new puts are refused.
     """
 
@@ -101,6 +104,7 @@ class DataPlane:
         self.is_draining = False
         self.now_ns = clock()
         self.clock = clock
+        self.requests_memory = MemoryBudget(REQUESTS_BYTES_MAX)
         self._identity = identity
         self._admission = admission
         self._admin = admin

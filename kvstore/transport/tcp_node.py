@@ -10,6 +10,7 @@ from typing import Protocol
 from kvstore.errors import InvalidRequest
 from kvstore.transport.base import FetchEvents, Landing
 from kvstore.transport.tcp import TcpChannel
+from kvstore.wire.body import MemoryBudget
 from kvstore.wire.frames import Frame, FrameReader
 from kvstore.wire.header import FrameType
 from kvstore.wire.messages import Grant
@@ -42,14 +43,22 @@ class TcpNodeChannel(TcpChannel):
 
     __slots__ = ("_events", "_landings", "_other", "_placed_count", "_request_id", "_unfetched_id")
 
-    def __init__(self, connected: socket.socket, other: OtherPayload, *, body_bytes_max: int) -> None:
+    def __init__(
+        self,
+        connected: socket.socket,
+        other: OtherPayload,
+        *,
+        body_bytes_max: int,
+        budget: MemoryBudget | None = None,
+    ) -> None:
         """
         Args:
             connected: The accepted socket.
             other: Decides about payload that is not a granted put's.
             body_bytes_max: Limit before HELLO; raise it with `reader.allow_bodies`.
+            budget: Charged for long bodies on their way.
         """
-        super().__init__(connected, FrameReader(self, body_bytes_max=body_bytes_max))
+        super().__init__(connected, FrameReader(self, body_bytes_max=body_bytes_max, budget=budget))
         self._other = other
         self._landings: dict[int, _Progress] = {}
         self._events: FetchEvents | None = None
@@ -97,6 +106,11 @@ class TcpNodeChannel(TcpChannel):
         if self._landings:
             self._landings = {}
             self.reader.divert()
+
+    def close(self) -> None:
+        """Closes the socket, drops what is queued, and lets go of what has arrived. Idempotent."""
+        super().close()
+        self.reader.let_go()
 
     def place(self, frame: Frame) -> Sequence[memoryview] | None:
         """PayloadSink of this connection's reader."""

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.limits import FRAME_BODY_BYTES_MAX, IO_VECTORS_MAX, READ_AHEAD_BYTES
+from kvstore.wire.body import ArrivingBody, MemoryBudget
 from kvstore.wire.header import (
     HEADER_BYTES,
     VERSION,
@@ -84,8 +85,8 @@ class FrameReader:
     __slots__ = (
         "_ahead",
         "_body",
-        "_body_at",
         "_body_bytes_max",
+        "_budget",
         "_dest",
         "_dest_at",
         "_dest_next",
@@ -99,9 +100,22 @@ class FrameReader:
         "_start",
         "_takes_final",
         "_view",
+        "_whole",
     )
 
-    def __init__(self, sink: PayloadSink | None = None, *, body_bytes_max: int = FRAME_BODY_BYTES_MAX) -> None:
+    def __init__(
+        self,
+        sink: PayloadSink | None = None,
+        *,
+        body_bytes_max: int = FRAME_BODY_BYTES_MAX,
+        budget: MemoryBudget | None = None,
+    ) -> None:
+        """
+        Args:
+            sink: Knows where payload belongs; none is expected without.
+            budget: Charged for a body that is longer than the read-ahead, from its first byte until its frame is
+                returned.
+        """
         self._sink: PayloadSink = sink or RefusePayload()
         self._body_bytes_max = body_bytes_max
         self._ahead = bytearray(READ_AHEAD_BYTES)
@@ -110,8 +124,9 @@ class FrameReader:
         self._end = 0
         self._header: Header | None = None  # of a frame whose body is on its way into `_body`
         self._head = b""
-        self._body: bytearray | None = None
-        self._body_at = 0
+        self._body: ArrivingBody | None = None
+        self._whole: ArrivingBody | None = None  # of the frame whose payload is on its way
+        self._budget = budget
         self._frame: Frame | None = None  # whose payload is on its way
         self._dest: list[memoryview] = []
         self._dest_next = 0
@@ -138,7 +153,16 @@ class FrameReader:
         """Tells one place within the frame in progress from another; None between frames and while paused."""
         if self._frame is None and self._body is None and self._end == self._start:
             return None
-        return None if self.paused else (self._end - self._start, self._body_at, self._dest_next, self._dest_at)
+        return (
+            None
+            if self.paused
+            else (
+                self._end - self._start,
+                self._body.at if self._body is not None else 0,
+                self._dest_next,
+                self._dest_at,
+            )
+        )
 
     @property
     def wanted_bytes(self) -> int:
@@ -146,7 +170,7 @@ class FrameReader:
         if self._frame is not None:
             return max(1, sum(map(len, self._dest[self._dest_next :])) - self._dest_at)
         if self._body is not None:
-            return len(self._body) - self._body_at
+            return self._body.left_bytes
         return max(1, HEADER_BYTES - (self._end - self._start))
 
     @property
@@ -178,7 +202,8 @@ class FrameReader:
         if self._frame is not None:
             return []
         if self._body is not None:
-            return [memoryview(self._body)[self._body_at :], self._view]
+            room = self._body.room()
+            return [room] if self._body.is_growing else [room, self._view]
         if self._start:
             self._compact()
         return [self._view[self._end :]]
@@ -203,6 +228,7 @@ class FrameReader:
             self._parse(frames)
         except KVStoreError as error:
             self._error = error
+            self.let_go()
             if not frames:
                 raise
         return frames
@@ -217,6 +243,7 @@ class FrameReader:
             self._parse(frames)
         except KVStoreError as error:
             self._error = error
+            self.let_go()
             if not frames:
                 raise
         return frames
@@ -244,6 +271,13 @@ class FrameReader:
         self._dest_next = self._dest_at = 0
         frame.slices = []
         frame.payload = ()
+
+    def let_go(self) -> None:
+        """Nothing more will be received: the body in progress is forgotten."""
+        for body in (self._body, self._whole):
+            if body is not None:
+                body.let_go()
+        self._body = self._whole = None
 
     def end_of_stream(self) -> None:
         """The peer has closed its side. Raises Unavailable when that was in the middle of a frame."""
@@ -281,24 +315,30 @@ class FrameReader:
         start = self._start
         self._header = header
         self._head = bytes(self._view[start : start + HEADER_BYTES])
-        self._body = bytearray(header.body_bytes)
-        have = self._end - start - HEADER_BYTES
-        self._body[:have] = self._view[start + HEADER_BYTES : self._end]
-        self._body_at = have
+        self._body = ArrivingBody(header.body_bytes, self._view[start + HEADER_BYTES : self._end], self._budget)
         self._start = self._end = 0
 
     def _advance_body(self, count: int, frames: list[Frame]) -> int:
         body, header = self._body, self._header
         assert body is not None
         assert header is not None
-        step = min(count, len(body) - self._body_at)
-        self._body_at += step
-        if self._body_at == len(body):
+        step = min(count, len(body.memory) - body.at)
+        body.advance(step)
+        if not body.left_bytes:
             self._body = self._header = None
+            self._whole = body
             self._end = count - step
-            self._begin(header, self._head, body, frames)
+            self._begin(header, self._head, body.memory, frames)
+            if self._frame is None:
+                self._free_body()
             return 0
         return count - step
+
+    def _free_body(self) -> None:
+        """The frame of a long body was returned, or is about to be: from now on its memory is the new owner's."""
+        if self._whole is not None:
+            self._whole.let_go()
+            self._whole = None
 
     def _begin(self, header: Header, head: bytes | memoryview, body: bytes | bytearray, frames: list[Frame]) -> None:
         """Header and body are here: the frame is complete, or its payload begins."""
@@ -372,6 +412,7 @@ class FrameReader:
         assert self._frame is not None
         frames.append(self._frame)
         self._frame = None
+        self._free_body()
         self._dest = []
         self._dest_next = self._dest_at = 0
 

@@ -25,7 +25,15 @@ from kvstore.errors import (
     Unavailable,
     UnknownNamespace,
 )
-from kvstore.limits import FRAME_BODY_BYTES_MAX, HELLO_BODY_BYTES_MAX, HELLO_WAIT_NS, IDLE_WAIT_NS, LINGER_NS, SECOND_NS
+from kvstore.limits import (
+    BODY_FIRST_BYTES,
+    FRAME_BODY_BYTES_MAX,
+    HELLO_BODY_BYTES_MAX,
+    HELLO_WAIT_NS,
+    IDLE_WAIT_NS,
+    LINGER_NS,
+    SECOND_NS,
+)
 from kvstore.server import dataplane
 from kvstore.testing.dict_engine import DictEngine
 from kvstore.testing.plane_lab import LabClient, PlaneLab, error_raised
@@ -252,6 +260,41 @@ def test_sizes_above_the_limits_are_refused_at_the_header(lab: PlaneLab) -> None
     with pytest.raises(InvalidRequest, match=str(FRAME_BODY_BYTES_MAX)):
         client.receive()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4096
+
+
+def test_what_requests_take_has_one_bound_for_all_connections(
+    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
+) -> None:
+    memory = lab.plane.requests_memory
+    memory.limit_bytes = 3 * BODY_FIRST_BYTES
+    head = encode_head(FrameType.GET, 1, b"")
+    holders = [lab.client() for _ in range(3)]
+    for holder in holders:
+        holder.send_raw(head[:8] + FRAME_BODY_BYTES_MAX.to_bytes(4, "little") + head[12:])
+    lab.turn_until(lambda: memory.used_bytes == 3 * BODY_FIRST_BYTES)
+    keys = b"".join(key_of(number) for number in range(1000))
+    ask = Match(namespace=namespace.digest, keys=keys)
+    over = lab.client()
+    with pytest.raises(Overloaded, match=f"over the {3 * BODY_FIRST_BYTES} bytes"):
+        over.call(ask, MatchReply)
+    assert over.is_closed
+    assert lab.client().call(Ping(), Pong), "small requests pass"
+    assert lab.metrics.protocol_errors == 0
+    holders[0].close()
+    lab.turn_until(lambda: memory.used_bytes == 2 * BODY_FIRST_BYTES)
+    asker = lab.client()
+    assert len(asker.call(ask, MatchReply).statuses) == 1000
+    engine.hold_commits = True
+    writer = lab.client()
+    writer.put(namespace.digest, [key_of(1)], [b"x"], wait=0)
+    asker.start(Wait(namespace=namespace.digest, keys=key_of(1) + keys, deadline_ns=60 * SECOND_NS))
+    lab.turn_until(lambda: bool(engine._waits))
+    assert memory.used_bytes > 2 * BODY_FIRST_BYTES + len(keys), "a call in progress holds its keys"
+    asker.close()
+    lab.turn_until(lambda: memory.used_bytes == 2 * BODY_FIRST_BYTES)
+    for holder in holders[1:]:
+        holder.close()
+    lab.turn_until(lambda: not memory.used_bytes)
 
 
 def test_answers_and_stray_frames_from_a_client_are_refused(lab: PlaneLab) -> None:

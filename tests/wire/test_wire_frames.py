@@ -10,8 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.errors import ChecksumMismatch, FormatUnsupported, InvalidRequest, KVStoreError, Unavailable
-from kvstore.limits import FRAME_BODY_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX, IO_VECTORS_MAX, READ_AHEAD_BYTES
+from kvstore.errors import (
+    ChecksumMismatch,
+    FormatUnsupported,
+    InvalidRequest,
+    KVStoreError,
+    Overloaded,
+    Unavailable,
+)
+from kvstore.limits import (
+    BODY_FIRST_BYTES,
+    FRAME_BODY_BYTES_MAX,
+    FRAME_PAYLOAD_BYTES_MAX,
+    IO_VECTORS_MAX,
+    READ_AHEAD_BYTES,
+)
+from kvstore.wire.body import MemoryBudget
 from kvstore.wire.frames import Frame, FrameReader, FrameWriter
 from kvstore.wire.header import HEADER_BYTES, FrameType, encode_head
 from kvstore.wire.slices import Slice, encode_slices
@@ -56,7 +70,7 @@ FRAMES = st.one_of(
         Sent,
         st.sampled_from([FrameType.GET, FrameType.MATCH, FrameType.END]),
         st.integers(0, 0xFFFF_FFFF),
-        st.sampled_from([0, 1, 100, READ_AHEAD_BYTES - HEADER_BYTES, READ_AHEAD_BYTES - 31, 30_000]).map(
+        st.sampled_from([0, 1, 100, READ_AHEAD_BYTES - HEADER_BYTES, READ_AHEAD_BYTES - 31, 30_000, 150_000]).map(
             lambda n: bytes(i % 251 for i in range(n))
         ),
         st.just(b""),
@@ -165,6 +179,50 @@ def test_a_bad_header_is_refused_before_anything_is_reserved(head: bytes, error:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 256 * 1024
+
+
+def test_a_header_reserves_no_more_than_a_little_of_what_it_announces() -> None:
+    budget = MemoryBudget(1 << 30)
+    tracemalloc.start()
+    readers = [FrameReader(budget=budget) for _ in range(16)]
+    for reader in readers:
+        assert feed(reader, header_with(body=FRAME_BODY_BYTES_MAX), [32]) == []
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert budget.used_bytes == 16 * BODY_FIRST_BYTES
+    assert held < 2 * 16 * BODY_FIRST_BYTES
+
+
+@pytest.mark.parametrize("payload", [b"", bytes(50_000)], ids=["no payload", "payload"])
+def test_a_body_is_charged_while_it_grows_and_until_its_frame_is_there(payload: bytes) -> None:
+    budget = MemoryBudget(1 << 30)
+    reader = FrameReader(Landing(), budget=budget)
+    body = bytes(i % 251 for i in range(1_000_000))
+    wire = Sent(FrameType.OFFER, 1, body, payload).wire()
+    at, charged = 0, set()
+    frames: list[Frame] = []
+    while not frames:
+        frames = feed(reader, wire[at : at + 50_000], [50_000])
+        at += 50_000
+        charged.add(budget.used_bytes)
+    assert charged <= {0, 1_000_000, *(BODY_FIRST_BYTES << step for step in range(4))}
+    assert len(charged) == 6
+    assert budget.used_bytes == 0
+    assert bytes(frames[0].body) == body
+
+
+@pytest.mark.parametrize("limit", [BODY_FIRST_BYTES - 1, 3 * BODY_FIRST_BYTES])
+def test_a_body_over_the_common_bound_is_refused_and_its_memory_is_free(limit: int) -> None:
+    budget = MemoryBudget(limit)
+    reader = FrameReader(budget=budget)
+    with pytest.raises(Overloaded, match=f"over the {limit} bytes"):
+        feed(reader, Sent(FrameType.GET, 1, bytes(1_000_000), b"").wire(), [])
+    assert budget.used_bytes == 0
+    gone = FrameReader(budget=budget)
+    feed(gone, header_with(body=BODY_FIRST_BYTES // 2), [])
+    assert budget.used_bytes == (BODY_FIRST_BYTES // 2)
+    gone.let_go()
+    assert budget.used_bytes == 0
 
 
 def test_frames_before_a_defect_are_delivered_first() -> None:
