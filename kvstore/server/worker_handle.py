@@ -75,6 +75,7 @@ class WorkerHandle:
         self._channel: AdminChannel | None = None
         self._readiness: Readiness | None = None
         self._restarts = 0
+        self._is_draining = False  # as people want it, over all lives of the process
         self._stopping = asyncio.Event()
         self._serving = asyncio.Event()
 
@@ -116,7 +117,11 @@ class WorkerHandle:
         await self._serving.wait()
 
     async def set_draining(self, draining: bool) -> None:
-        """Refuse puts from now on, or take them again."""
+        """Refuse puts from now on, or take them again; also after it was started again.
+
+        Raises Unavailable while it does not serve; it is told once it does.
+        """
+        self._is_draining = draining
         await self.channel.admin("drain", {"resume": not draining}, deadline_ns=CONTROL_DEADLINE_NS)
         self._enter(WorkerState.DRAINING if draining else WorkerState.SERVING, "")
 
@@ -174,8 +179,9 @@ class WorkerHandle:
             log.info(
                 "worker %d serves on %s", self._launch.rail, ", ".join(self._readiness.data if self._readiness else ())
             )
+            state = await self._drain_again(channel)
             self._serving.set()
-            self._enter(WorkerState.SERVING, "")
+            self._enter(state, "")
             await process.wait()
         finally:
             channel.close()
@@ -184,6 +190,14 @@ class WorkerHandle:
                 process.kill()
                 await process.wait()
         return _ending(process)
+
+    async def _drain_again(self, channel: AdminChannel) -> WorkerState:
+        """A new process takes puts: tell it when the one before was drained."""
+        told = False
+        while told is not self._is_draining:
+            told = self._is_draining  # it may be changed while the worker is told
+            await channel.admin("drain", {"resume": not told}, deadline_ns=CONTROL_DEADLINE_NS)
+        return WorkerState.DRAINING if told else WorkerState.SERVING
 
     async def _spawn(self) -> tuple[Process, AdminChannel]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

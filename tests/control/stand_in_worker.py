@@ -39,6 +39,10 @@ def welcome(launch: WorkerLaunch) -> Welcome:
     )
 
 
+DRAINS: list[Plain] = []
+"""`resume` of each drain that came."""
+
+
 def carry_out(way: str, launch: WorkerLaunch, verb: str, arguments: Mapping[str, Plain]) -> dict[str, Plain]:
     """One verb, in the given way."""
     match way, verb:
@@ -60,6 +64,10 @@ def carry_out(way: str, launch: WorkerLaunch, verb: str, arguments: Mapping[str,
     if verb == "ready":
         target: dict[str, Plain] = {"id": "t", "path": "/p", "capacity_bytes": launch.capacity_bytes}
         return {"data": ["127.0.0.1:7777"], "boot_id": bytes(16), "targets": [target]}
+    if verb == "drain":
+        DRAINS.append(arguments["resume"])
+    if verb == "drains":
+        return {"resume": DRAINS}
     return {"verb": verb, "given": dict(arguments)}
 
 

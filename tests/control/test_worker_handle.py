@@ -18,6 +18,7 @@ from kvstore.server.launch import WorkerLaunch
 from kvstore.server.report import NodeState, WorkerState
 from kvstore.server.worker_handle import WorkerHandle, backoff_ns
 from kvstore.telemetry.metrics import SupervisorMetrics
+from kvstore.wire.codec import Plain
 
 STAND_IN = Path(__file__).with_name("stand_in_worker.py")
 LAUNCH = WorkerLaunch(
@@ -125,6 +126,26 @@ def test_a_worker_that_died_is_started_again() -> None:
         assert handle.restarts == 1
         with pytest.raises(errors.Unavailable):
             await handle.channel.admin("explode", {}, deadline_ns=SECOND_NS)
+
+    serve("well", work)
+
+
+def test_a_drained_worker_that_died_is_drained_again() -> None:
+    async def work(handle: WorkerHandle) -> None:
+        async def die() -> dict[str, Plain]:
+            first = handle.report().pid
+            os.kill(first, signal.SIGKILL)
+            while handle.report().pid == first or handle.state not in (WorkerState.SERVING, WorkerState.DRAINING):
+                await asyncio.sleep(0.01)
+            value = await handle.channel.admin("drains", {}, deadline_ns=SECOND_NS)
+            return dict(value)
+
+        await handle.set_draining(True)
+        assert await die() == {"resume": [False]}
+        assert handle.state is WorkerState.DRAINING
+        await handle.set_draining(False)
+        assert await die() == {"resume": []}
+        assert handle.state is WorkerState.SERVING
 
     serve("well", work)
 
