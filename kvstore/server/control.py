@@ -67,18 +67,21 @@ class Control:
         """
         _check_digest(namespace, "namespace")
         _check_keys(keys, BATCH_ITEMS_MAX)
-        message = Match(namespace=namespace, keys=keys, touch=False, count=count)
+        message = Match(namespace=namespace, keys=keys, touch=False, count=False)
         replies: list[bytes] = []
         known, down = False, None
+        teller: WorkerHandle | None = None
         for worker in self._fleet.workers:
             try:
                 reply = await worker.channel.call(message, MatchReply, deadline_ns=deadline_ns)
             except UnknownNamespace:
+                teller = worker
                 replies.append(_all(MissReason.ABSENT, keys))
             except Unavailable as error:
                 down = error
             else:
                 known = True
+                teller = worker
                 replies.append(reply.statuses)
         if down is not None and not replies:
             raise down
@@ -87,6 +90,10 @@ class Control:
         merged = replies[0]
         for statuses in replies[1:]:
             merged = bytes(map(_better, merged, statuses))
+        if count and teller is not None:
+            # one worker counts for all: each would know its own hits only, and call the others' misses
+            counted: dict[str, Plain] = {"keys": len(merged), "hits": merged.count(_HIT)}
+            await teller.channel.admin("count_lookup", counted, deadline_ns=deadline_ns)
         return Lookup(statuses=merged, prefix=len(merged) - len(merged.lstrip(b"\0")), namespace_known=known)
 
     async def explain(self, question: Question, *, deadline_ns: int) -> Answer:

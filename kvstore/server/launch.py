@@ -18,6 +18,7 @@ Verbs of ADMIN, arguments -> value (msgpack maps); ERROR where it fails:
                 "keys": [{"status": int (0 or a MissReason), "text": one sentence, "ago_ns": int}, ...]}
     scrub       {"bytes_second": int} -> {"started": bool}
     drain       {"resume": bool} -> {"draining": bool}
+    count_lookup  {"keys": int, "hits": int} -> {}: a lookup that the supervisor made of several workers
     view_set    the view as plain data -> {}
     shutdown    {"within_ns": int} -> {}: refuse new calls, finish those in progress within the time, close the drives,
                 exit 0. The answer comes at once. SIGTERM means the same with `drain_ns`.

@@ -88,6 +88,13 @@ class Worker:
             else:
                 drive.engine.drain()
 
+    def count_lookup(self, *, key_count: int, hit_count: int) -> None:
+        """Take a lookup of the whole node into the hit rate."""
+        metrics = self._plane.metrics
+        metrics.lookups += 1
+        metrics.lookup_keys += key_count
+        metrics.lookup_hits += hit_count
+
     def shut_down(self, *, within_ns: int) -> None:
         """Finish what is in progress, for at most so long, then end."""
         if self._end_ns is None:

@@ -9,7 +9,7 @@ from typing import Protocol
 from kvstore.cluster.view import View
 from kvstore.engine.explain import KeyFate
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.limits import DIGEST_BYTES, EXPLAIN_KEYS_MAX, NAMESPACES_PAGE_MAX, SHUTDOWN_NS_MAX
+from kvstore.limits import BATCH_ITEMS_MAX, DIGEST_BYTES, EXPLAIN_KEYS_MAX, NAMESPACES_PAGE_MAX, SHUTDOWN_NS_MAX
 from kvstore.server.drives import Drive
 from kvstore.telemetry.metrics import ProcessMetrics
 from kvstore.telemetry.process import measure
@@ -35,6 +35,9 @@ class WorkerControl(Protocol):
 
     def drain(self, *, resume: bool) -> None:
         """Refuse puts, or take them again."""
+
+    def count_lookup(self, *, key_count: int, hit_count: int) -> None:
+        """Take a lookup of the whole node into the hit rate."""
 
     def shut_down(self, *, within_ns: int) -> None:
         """Finish what is in progress, then end."""
@@ -78,6 +81,7 @@ class WorkerVerbs:
             "explain": self._explain,
             "scrub": self._scrub,
             "drain": self._drain,
+            "count_lookup": self._count_lookup,
             "view_set": self._view_set,
             "shutdown": self._shutdown,
         }
@@ -164,6 +168,11 @@ class WorkerVerbs:
     def _drain(self, arguments: Arguments) -> Plain:
         self._control.drain(resume=arguments.get("resume") is True)
         return {"draining": self._control.is_draining}
+
+    def _count_lookup(self, arguments: Arguments) -> Plain:
+        keys = _number(arguments, "keys", BATCH_ITEMS_MAX)
+        self._control.count_lookup(key_count=keys, hit_count=_number(arguments, "hits", keys))
+        return {}
 
     def _view_set(self, arguments: Arguments) -> Plain:
         view = View.from_plain(arguments)

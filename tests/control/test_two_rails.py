@@ -20,6 +20,7 @@ from kvstore_client import KVClient, KVLayout, Namespace, Stored
 LAYOUT = KVLayout.opaque(chunk_bytes=4096, chunk_tokens=4, run_bytes=4096)
 MINE = Namespace(tenant="acme", model="org/m", weights="sha256:1", layout=LAYOUT)
 CHUNKS = 64
+LOOKUP_COUNTERS = ("lookups", "lookup_keys", "lookup_hits")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,12 @@ def test_chunks_of_both_rails_are_seen_as_one_node(ready: Ready, control: Contro
         assert all(isinstance(result, Stored) for result in results)
     found = control.lookup(MINE.digest, keys.digests + bytes(32))
     assert found.statuses == bytes(CHUNKS) + b"\x01"
-    assert number(control.report().numbers, "engine", "records") == CHUNKS
+    before = control.report().numbers
+    assert number(before, "engine", "records") == CHUNKS
+    control.lookup(MINE.digest, keys.digests + bytes(32), count=True)
+    after = control.report().numbers
+    counted = [number(after, "dataplane", name) - number(before, "dataplane", name) for name in LOOKUP_COUNTERS]
+    assert counted == [1, CHUNKS + 1, CHUNKS], "once, not on each worker"
     answer = control.explain(Question(tenant="acme", namespace=MINE.digest, keys=keys.digests))
     assert {key.status for key in answer.namespaces[0].keys} == {"hit"}
     assert len(control.namespaces("acme").namespaces) == 1
