@@ -70,7 +70,8 @@ class Batch:
         """What the engine is asked for an item without defect."""
         message = self._message
         crc_table = None
-        durability = Durability.COMMIT
+        # a writer says only at its end what it wants, and one of a record that exists has no end: Exists holds for both
+        durability = Durability.POWER
         content_id = _NO_ID
         owner_ttl_ns = message.ttl_ns if isinstance(message, WriterOpen) else WRITER_TTL_NS
         if isinstance(message, Offer):

@@ -214,14 +214,15 @@ class DriveSet:
         *,
         streaming: bool = False,
     ) -> None:
-        """See `Engine.open_put`. A record that another drive holds already (from before one was added) exists."""
+        """See `Engine.open_put`. A drive that holds the record already (from before one was added) is asked instead of
+        the run's: it knows what it takes before Exists may be said."""
         home = self._home(spec.run_head if spec.run_head != ZERO_DIGEST else spec.key)
         for engine in self._engines:
             if engine is not home:
                 ref = _known(engine, spec.namespace)
                 if engine.match(ref, spec.key, now_ns=engine.now_ns, touch=False).statuses == b"\0":
-                    on_grant(Exists())
-                    return
+                    home = engine
+                    break
         home.open_put(replace(spec, namespace=_known(home, spec.namespace)), on_grant, streaming=streaming)
 
     def client_gone(self, client_id: bytes) -> None:

@@ -183,6 +183,32 @@ def test_a_drive_that_was_added_takes_new_runs_and_old_ones_are_still_found(tmp_
     close_node(both)
 
 
+def test_what_exists_is_synced_before_a_put_for_a_power_cut_or_a_writer_hears_of_it(tmp_path: Path) -> None:
+    keys = [key_of(number) for number in range(20)]
+    values = [bytes([number]) * 3000 for number in range(20)]
+    alone = open_node(tmp_path, count=1)
+    client = alone.lab.client()
+    client.register(NAMESPACE.manifest())
+    client.put(NS, keys, values)
+    close_node(alone)
+    both = open_node(tmp_path, count=2)
+    client = both.lab.client()
+    metrics = both.drives[0].device_metrics
+    opening = WriterOpen(
+        namespace=NS, keys=b"", lengths=pack_u32([3000]), block_bytes=pack_u32([4096]), deadline_ns=5 * SECOND_NS
+    )
+    for key, value in zip(keys, values, strict=True):
+        before = metrics.syncs
+        assert client.put(NS, [key], [value]) == {0: EXISTS}
+        assert metrics.syncs == before, "on whichever drive it would lie today"
+        assert client.put(NS, [key], [value], durability=1) == {0: EXISTS}
+        assert metrics.syncs == before + 1
+        opened = client.call(replace(opening, keys=key), WriterOpened)
+        assert opened.statuses == bytes([ItemStatus.EXISTS])
+        assert metrics.syncs == before + 2
+    close_node(both)
+
+
 def test_ranges_of_a_large_record(node: Node, client: LabClient) -> None:
     value = os.urandom(3 * MiB + 100)
     client.put(NS, [key_of(1), key_of(2)], [value, value[:5000]], block_bytes=65536)
