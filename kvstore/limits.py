@@ -158,6 +158,10 @@ WORKER_BACKOFF_NS_MAX: Final = 10 * SECOND_NS
 WORKER_HEALTHY_NS: Final = 60 * SECOND_NS
 EDGE_CONNECTIONS_MAX: Final = 1_024
 EDGE_FIRST_BYTES_NS: Final = 10 * SECOND_NS
+EDGE_IDLE_NS: Final = 600 * SECOND_NS  # of a relayed connection; gRPC's own traffic keeps one alive that is in use
+GRPC_IDLE_NS: Final = 300 * SECOND_NS  # without a call; clients connect again by themselves
+GRPC_KEEPALIVE_NS: Final = 120 * SECOND_NS
+GRPC_KEEPALIVE_WAIT_NS: Final = 20 * SECOND_NS
 EDGE_RELAY_BYTES: Final = 64 * KiB
 HTTP_HEAD_BYTES_MAX: Final = 8 * KiB
 GRPC_MESSAGE_BYTES_MAX: Final = 64 * MiB  # above the limits that we check and name ourselves
@@ -209,6 +213,7 @@ assert CHECKSUM_BYTES_MIN % PAGE_BYTES == 0
 assert HELLO_BODY_BYTES_MAX > TOKEN_BYTES_MAX + NODE_ID_BYTES_MAX
 assert SLICES_PER_FRAME_MAX + 8 <= IO_VECTORS_MAX
 assert VIEW_BYTES_MAX < FRAME_BODY_BYTES_MAX
+assert GRPC_KEEPALIVE_NS + GRPC_KEEPALIVE_WAIT_NS < EDGE_IDLE_NS, "a quiet call must not be taken for an idle peer"
 assert ADMIN_BYTES_MAX < FRAME_BODY_BYTES_MAX
 assert READ_AHEAD_BYTES >= 80 + SLICE_BYTES_MAX // CHECKSUM_BYTES_MIN * 4, "a slice's head should fit the read-ahead"
 assert BATCH_ITEMS_MAX * (DIGEST_BYTES + 16) < FRAME_BODY_BYTES_MAX, "a full batch of keys must fit one body"

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvstore.cluster.view import View
@@ -20,10 +20,12 @@ from kvstore.limits import (
     BATCH_ITEMS_MAX,
     EDGE_CONNECTIONS_MAX,
     EDGE_FIRST_BYTES_NS,
+    EDGE_IDLE_NS,
     EDGE_RELAY_BYTES,
     FRAME_PAYLOAD_BYTES_MAX,
     IDLE_WAIT_NS,
     INLINE_PUT_BYTES_MAX,
+    LINGER_NS,
     SECOND_NS,
 )
 from kvstore.server.fleet import Fleet
@@ -45,7 +47,14 @@ _BODY_BYTES_MAX: Final = 4096
 class WireEdge:
     """Accepts on the gRPC port. Owns the listening sockets; runs on the supervisor's loop."""
 
-    def __init__(self, fleet: Fleet, *, grpc_socket: str, metrics: SupervisorMetrics) -> None:
+    def __init__(
+        self, fleet: Fleet, *, grpc_socket: str, metrics: SupervisorMetrics, idle_ns: int = EDGE_IDLE_NS
+    ) -> None:
+        """
+        Args:
+            idle_ns: After so long without a byte either way a relayed connection ends.
+        """
+        self._idle_s = idle_ns / SECOND_NS
         self._fleet = fleet
         self._grpc_socket = grpc_socket
         self._metrics = metrics
@@ -85,20 +94,30 @@ class WireEdge:
 
     async def _relay(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         inner_reader, inner_writer = await asyncio.open_unix_connection(self._grpc_socket, limit=EDGE_RELAY_BYTES)
+        clock = asyncio.get_running_loop().time
+
+        def heard() -> None:
+            quiet.reschedule(clock() + self._idle_s)
+
+        async def answers() -> None:
+            await _pump(inner_reader, writer, heard)
+            quiet.reschedule(clock() + min(self._idle_s, LINGER_NS / SECOND_NS))  # the server has ended it
+
         try:
             inner_writer.write(first)
-            async with asyncio.TaskGroup() as both:
-                both.create_task(_pump(reader, inner_writer))
-                both.create_task(_pump(inner_reader, writer))
+            async with asyncio.timeout(self._idle_s) as quiet, asyncio.TaskGroup() as both:
+                both.create_task(_pump(reader, inner_writer, heard))
+                both.create_task(answers())
         except* OSError as errors:
             log.debug("relayed connection ended: %s", errors.exceptions[0])
         finally:
             inner_writer.close()
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Bytes from one side to the other until the end of the stream, which is passed on."""
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, heard: Callable[[], None]) -> None:
+    """Bytes from one side to the other until the end of the stream, which is passed on; `heard` at each piece."""
     while piece := await reader.read(EDGE_RELAY_BYTES):
+        heard()
         writer.write(piece)
         await writer.drain()
     if writer.can_write_eof() and not writer.is_closing():

@@ -7,7 +7,7 @@ from typing import Final
 import grpc
 
 from kvstore import errors
-from kvstore.limits import GRPC_MESSAGE_BYTES_MAX
+from kvstore.limits import GRPC_IDLE_NS, GRPC_KEEPALIVE_NS, GRPC_KEEPALIVE_WAIT_NS, GRPC_MESSAGE_BYTES_MAX, MS_NS
 
 STATUS_OF: Final[dict[type[errors.KVStoreError], grpc.StatusCode]] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -33,6 +33,14 @@ _ERROR_OF: Final = {status: kind for kind, status in reversed(STATUS_OF.items())
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", GRPC_MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", GRPC_MESSAGE_BYTES_MAX),
+)
+SERVER_OPTIONS: Final = (
+    *CHANNEL_OPTIONS,
+    # one that makes no call is told to go; one that waits in a call proves now and then that it is there
+    ("grpc.max_connection_idle_ms", GRPC_IDLE_NS // MS_NS),
+    ("grpc.keepalive_time_ms", GRPC_KEEPALIVE_NS // MS_NS),
+    ("grpc.keepalive_timeout_ms", GRPC_KEEPALIVE_WAIT_NS // MS_NS),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 
 

@@ -14,7 +14,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.limits import CONTROL_DEADLINE_NS, GRPC_CALLS_MAX, NAMESPACES_PAGE_LIMIT_MAX, SECOND_NS
 from kvstore.server.control import Control
 from kvstore.server.grpc_edge import messages
-from kvstore.server.grpc_edge.codes import CHANNEL_OPTIONS, status_of
+from kvstore.server.grpc_edge.codes import SERVER_OPTIONS, status_of
 from kvstore.server.report import Question
 from kvstore.telemetry.metrics import SupervisorMetrics, error_index
 from kvstore.v1 import control_pb2 as pb
@@ -38,7 +38,7 @@ class GrpcServer:
 
     def __init__(self, control: Control, *, metrics: SupervisorMetrics) -> None:
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=CHANNEL_OPTIONS, maximum_concurrent_rpcs=GRPC_CALLS_MAX)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=GRPC_CALLS_MAX)
         pb_grpc.add_ControlServicer_to_server(_ControlServicer(control, metrics), self._server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (_CONTROL_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
