@@ -6,7 +6,7 @@ import errno
 from dataclasses import dataclass
 
 from kvstore.device.base import Device
-from kvstore.engine.format import index_block_count, record_page_count
+from kvstore.engine.format import record_page_count
 from kvstore.engine.logrecord import COMMITS_PER_BLOCK
 from kvstore.engine.segment import OpenSegment, SegmentState, SegmentTable
 from kvstore.limits import (
@@ -247,11 +247,6 @@ class Allocator:
             self.table.set_state(segment, SegmentState.FREE)
             return
         self.table.set_state(segment, SegmentState.UNALLOCATED)
-
-
-def segment_bytes_needed(pages: int) -> int:
-    """Smallest segment that holds one record of so many pages."""
-    return (2 + index_block_count(1) + pages) * PAGE_BYTES
 
 
 assert payload_bytes_max(1 * MiB) > 900 * 1024

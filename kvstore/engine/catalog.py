@@ -162,26 +162,6 @@ class Catalog:
         self.scores.add(location, tick)
         return True
 
-    def commit_many(self, keys: U64, locations: U64, ticks: U32 | int) -> Bools:
-        """`commit` for n keys; of equal keys the last one counts. Says which are in the index now."""
-        tick_of = np.broadcast_to(np.asarray(ticks, dtype=np.uint32), (len(keys),))
-        if len(keys) < _SCALAR_KEYS_MAX or _has_twins(keys):
-            pairs = zip(keys.tolist(), locations.tolist(), tick_of.tolist(), strict=True)
-            return np.array([self.commit(k[0], k[1], at, tick) for k, at, tick in pairs], dtype=np.bool_)
-        before = self.ticks(keys)
-        previous = self.index.insert_many(keys, locations, tick_of)
-        stored: Bools = previous != np.uint64(NOT_INSERTED)
-        replaced = stored & (previous != 0)
-        self.version += 1
-        if self.pinned_bytes:
-            for key, old, new in zip(
-                keys[replaced].tolist(), previous[replaced].tolist(), locations[replaced].tolist(), strict=True
-            ):
-                self._count_replaced(self.index.find(key[0], key[1]), old, new)
-        self.scores.remove_many(previous[replaced], before[replaced])
-        self.scores.add_many(locations[stored], tick_of[stored])
-        return stored
-
     def load(self, keys: U64, locations: U64, ticks: U32) -> Bools:
         """Recovery: n keys, no two equal, into an empty catalog. Says which the index had room for."""
         stored: Bools = self.index.insert_many(keys, locations, ticks) != np.uint64(NOT_INSERTED)
@@ -239,7 +219,3 @@ class Catalog:
         if fate is Fate.EVICTED and gone.any():
             self.evicted_tick = float(ticks[gone].mean())
         return removed
-
-
-def _has_twins(keys: U64) -> bool:
-    return len(np.unique(keys[:, 0])) < len(keys)

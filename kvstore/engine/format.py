@@ -369,7 +369,6 @@ def entries_in_bounds(entries: Entries, segment_pages: int) -> npt.NDArray[np.bo
 RECORD_MAGIC: Final = b"KVRC"
 _RECORD = struct.Struct("<4sIHHIQQIIII16s32s32s32s32sQQ")
 CRC_TABLE_AT: Final = 256
-CRC_WORDS_FIRST_PAGE: Final = (PAGE_BYTES - CRC_TABLE_AT) // 4
 assert _RECORD.size <= CRC_TABLE_AT
 
 

@@ -77,11 +77,6 @@ def location_segments(locations: U64) -> I64:
     return (locations >> np.uint64(_SEGMENT_SHIFT)).astype(np.int64)
 
 
-def location_page_numbers(locations: U64) -> I64:
-    """First page of each record in its segment."""
-    return ((locations >> np.uint64(_PAGE_SHIFT)) & np.uint64(_PAGE_MASK)).astype(np.int64)
-
-
 def location_page_counts(locations: U64) -> I64:
     """Pages of each record."""
     return ((locations >> np.uint64(DEPTH_BITS)) & np.uint64(_PAGES_MASK)).astype(np.int64)

@@ -148,11 +148,6 @@ def choose_victim(scores: SegmentScores, candidates: I64) -> int | None:
     return int(candidates[np.lexsort((-depth, value))[0]])
 
 
-def eviction_order(ticks: U32, depths: I64) -> I64:
-    """Positions of records, the first to go first: the coldest, of equals the deepest."""
-    return np.lexsort((-depths, ticks))
-
-
 def records_to_keep(locations: U64, ticks: U32, pinned: Bools, *, eviction_tick: float, budget_bytes: int) -> I64:
     """Which live records of a victim are written again elsewhere.
 

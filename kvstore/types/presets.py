@@ -16,7 +16,6 @@ from kvstore.types.layout import ORDER_HEAD_MAJOR, KVLayout, Part, PartKind, Ret
 CHUNK_TOKENS: Final = 64  # DualPath section 4: a Full Block is [layer, tokens, bytes]; 64 tokens is its example
 CHUNK_TOKENS_V4: Final = 256  # vLLM's block for V4; a multiple of lcm(4, 128), as arXiv 2606.19348 requires
 
-LATENT_BF16_BYTES: Final = (512 + 64) * 2
 LATENT_FP8_BYTES: Final = (
     512 + 4 * 4 + 64 * 2
 )  # vLLM flashmla_sparse "fp8_ds_mla": e4m3 latent, 4 fp32 scales, bf16 RoPE

@@ -37,7 +37,8 @@ def test_live_bytes_equal_the_sum_of_valid_records(steps: list[tuple[str, list[i
         ]
         at = np.array([model.get(name, 0) for name in distinct], dtype=np.uint64)
         if verb == "commit":
-            assert catalog.commit_many(keys_of(names), np.array(fresh, dtype=np.uint64), tick).all()
+            for (key0, key1), place in zip(keys_of(names).tolist(), fresh, strict=True):
+                assert catalog.commit(key0, key1, place, tick)
             model.update(zip(names, fresh, strict=True))
         elif verb == "touch":
             catalog.touch_keys(keys_of(names), tick)

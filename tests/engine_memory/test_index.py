@@ -18,7 +18,6 @@ from kvstore.engine.location import (
     location_depths,
     location_page,
     location_page_counts,
-    location_page_numbers,
     location_pages,
     location_segment,
     location_segments,
@@ -184,7 +183,6 @@ def test_a_location_comes_apart_as_it_was_put_together(segment: int, page: int, 
     assert location_depth(location) == cut
     array = np.array([location], dtype=np.uint64)
     assert location_segments(array).tolist() == [segment]
-    assert location_page_numbers(array).tolist() == [page]
     assert location_page_counts(array).tolist() == [pages]
     assert location_depths(array).tolist() == [cut]
     one = [np.array([value], dtype=np.uint64) for value in (segment, page, pages, depth)]

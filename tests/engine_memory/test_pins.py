@@ -17,7 +17,8 @@ def make(records: int = 60) -> tuple[Catalog, Pins, U64]:
     catalog = Catalog(entries_max=1000, segment_count=1, seed=1)
     keys = np.array([(name * 7919, name) for name in range(records)], dtype=np.uint64)
     places = [pack_location(segment=0, page=PAGES * at, pages=PAGES, depth=at) for at in range(records)]
-    catalog.commit_many(keys, np.array(places, dtype=np.uint64), 1)
+    for (key0, key1), place in zip(keys.tolist(), places, strict=True):
+        assert catalog.commit(key0, key1, place, 1)
     return catalog, Pins(catalog, capacity_bytes=CAPACITY), keys
 
 
@@ -91,7 +92,8 @@ def test_a_key_that_was_deleted_and_put_again_is_not_unpinned_below_zero() -> No
     old = pins.pin(slots(catalog, keys[:2]), client_id=b"a", now_ns=0, ttl_ns=10)
     catalog.delete(keys[:1], 2)
     assert catalog.pinned_bytes == PAGES * PAGE_BYTES
-    catalog.commit_many(keys[:1], np.array([pack_location(segment=0, page=900, pages=3, depth=0)], dtype=np.uint64), 3)
+    key0, key1 = keys[0].tolist()
+    assert catalog.commit(key0, key1, pack_location(segment=0, page=900, pages=3, depth=0), 3)
     pins.unpin(old)
     assert catalog.pinned_bytes == 0
     assert not catalog.pinned(keys[:2]).any()

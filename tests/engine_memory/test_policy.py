@@ -14,7 +14,6 @@ from kvstore.engine.policy import (
     TickClock,
     WriteBudget,
     choose_victim,
-    eviction_order,
     eviction_tick,
     records_to_keep,
 )
@@ -185,15 +184,6 @@ def test_nothing_is_kept_that_would_be_the_next_to_go() -> None:
     assert choose_victim(scores, candidates) == 0
     assert eviction_tick(scores, 0, candidates) == 6
     assert eviction_tick(scores, 0, np.array([0])) == 3
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=30))
-def test_order_of_eviction_is_coldest_then_deepest(pairs: list[tuple[int, int]]) -> None:
-    order = eviction_order(
-        ticks_of([tick for tick, _ in pairs]), np.array([depth for _, depth in pairs], dtype=np.int64)
-    )
-    ranked = [(pairs[at][0], -pairs[at][1]) for at in order.tolist()]
-    assert ranked == sorted(ranked)
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 500)), max_size=50))
