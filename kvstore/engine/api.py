@@ -148,13 +148,16 @@ class PutTicket(Protocol):
     buffer: memoryview | None
 
     def filled(self) -> None:
-        """All bytes of `buffer` have arrived. Raises ChecksumMismatch (the ticket is aborted) if the table disagrees."""
+        """All bytes of `buffer` are there. Raises ChecksumMismatch (the ticket is aborted) if the table disagrees."""
 
     def slice_buffer(self, length_bytes: int, on_memory: Callable[[memoryview | None], None]) -> None:
         """Streaming: memory for one slice; calls back with None when none came free for the owner ttl."""
 
     def slice_filled(self, offset: int, data: memoryview, crcs: bytes) -> None:
-        """Streaming: `data` (from slice_buffer) belongs at `offset`, a multiple of block_bytes. Raises ChecksumMismatch."""
+        """Streaming: `data` (from slice_buffer) belongs at `offset`, a multiple of block_bytes.
+
+        Raises ChecksumMismatch.
+        """
 
     def commit(
         self,
@@ -164,7 +167,7 @@ class PutTicket(Protocol):
         on_received: Callable[[], None] | None = None,
         on_done: Callable[[Stored | Exists | Refused], None],
     ) -> None:
-        """Make it visible: `on_received` when readable from memory by those who accept pending, `on_done` when durable."""
+        """Make it visible: `on_received` when those who accept pending can read it, `on_done` when it is durable."""
 
     def abort(self, *, orphaned: bool = False) -> None:
         """Forget it; room and memory come back. Idempotent, harmless after commit. `orphaned`: counted as such."""
@@ -220,7 +223,10 @@ class Engine(Protocol):
     def namespace(self, digest: bytes) -> NamespaceRef | None: ...
 
     def add_namespace(self, manifest: bytes) -> NamespaceRef:
-        """Register (idempotent), logged durably in the background. Raises InvalidRequest when malformed or over NAMESPACES_MAX."""
+        """Register (idempotent), logged durably in the background.
+
+        Raises InvalidRequest when malformed or over NAMESPACES_MAX.
+        """
 
     def drop_namespace(self, ref: NamespaceRef, on_done: Callable[[], None]) -> None: ...
 
@@ -256,7 +262,8 @@ class Engine(Protocol):
         *,
         streaming: bool = False,
     ) -> None:
-        """Ask for a ticket. A second put of a key in progress waits for the first and then gets Exists, or the ticket if that failed."""
+        """Ask for a ticket. A second put of a key in progress waits for the first and then gets Exists, or the ticket
+        if that failed."""
 
     def wait(
         self, ref: NamespaceRef, keys: bytes, deadline_ns: int, on_done: Callable[[bytes], None]
@@ -275,7 +282,8 @@ class Engine(Protocol):
         """A client's last connection closed: its pins and unfinished puts end (writers after their owner ttl)."""
 
     def poll(self, now_ns: int) -> None:
-        """Move everything that can move: completions, timers, queued grants. Call when a fileno is readable or a timer is due."""
+        """Move everything that can move: completions, timers, queued grants. Call when a fileno is readable or a timer
+        is due."""
 
     def filenos(self) -> Sequence[int]: ...
 

@@ -35,7 +35,7 @@ class LogLevel(StrEnum):
 
 
 def configure(*, level: LogLevel, format: LogFormat, process: str, stream: TextIO | None = None) -> None:
-    """Set up the root logger of this process to write to `stream`, standard error by default. Call once, at the start."""
+    """Set up the root logger of this process to write to `stream`, standard error by default. Call once, at start."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_JsonFormatter(process) if format is LogFormat.JSON else _HumanFormatter(process))
     root = logging.getLogger()

@@ -1,4 +1,4 @@
-"""A bit that flips in a node's memory: the client finds it, tells the node, and has the right bytes in the same call."""
+"""A bit that flips in a node's memory: the client finds it, tells the node, and has the right bytes in one call."""
 
 from __future__ import annotations
 
