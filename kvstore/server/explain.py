@@ -5,14 +5,14 @@ Everything stays within one tenant: the caller passes that tenant's namespaces o
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 from kvstore.errors import InvalidRequest
 from kvstore.limits import DIGEST_BYTES, EXPLAIN_KEYS_MAX, EXPLAIN_NAMESPACES_MAX
 from kvstore.server.report import Answer, Difference, KeyAnswer, NamespaceAnswer, NamespaceReport, Question
-from kvstore.types.keys import KeyChain, shard_keys
+from kvstore.types.keys import KeyChain, part_keys, shard_keys
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Manifest
 
@@ -21,6 +21,7 @@ KeyAsker = Callable[[bytes, bytes], Awaitable[list[KeyAnswer]]]
 
 _FIELDS: Final = ("model", "weights", "adapter", "adapter_revision")
 _NO_KEY: Final = "absent"
+_HIT: Final = "hit"
 
 
 async def explain(question: Question, namespaces: Sequence[NamespaceReport], ask: KeyAsker) -> Answer:
@@ -101,7 +102,11 @@ def _value(name: str, manifest: Manifest) -> str:
 
 
 async def _ask_keys(question: Question, namespace: NamespaceReport, ask: KeyAsker) -> tuple[KeyAnswer, ...]:
-    """What became of each chunk. Of several shards the first that is not a hit speaks for its chunk."""
+    """What became of each chunk. Of several shards the first that is not a hit speaks for its chunk.
+
+    Where a chunk has several records, all are listed behind that, also those of sparse parts if so many may be asked
+    about. A part alone makes no miss: it is there only where the engine made a checkpoint.
+    """
     layout = Manifest.decode(namespace.manifest).layout
     digests = _chunk_digests(question, namespace.digest, layout)
     count = len(digests) // DIGEST_BYTES
@@ -110,15 +115,51 @@ async def _ask_keys(question: Question, namespace: NamespaceReport, ask: KeyAske
             f"{count} chunks of {layout.shards} shards, at most {EXPLAIN_KEYS_MAX} records at once; "
             "ask for fewer tokens or keys"
         )
-    merged: list[KeyAnswer] = []
-    for shard in range(layout.shards if count else 0):
-        answers = await ask(namespace.digest, shard_keys(digests, shard=shard, shards=layout.shards))
-        if layout.shards > 1:
-            answers = [replace(answer, text=f"shard {shard}: {answer.text}") for answer in answers]
-        merged = [_worse(*pair) for pair in zip(merged, answers, strict=True)] if merged else answers
+    if not count:
+        return ()
+    dense = {
+        _name("", shard, layout): await ask(namespace.digest, shard_keys(digests, shard=shard, shards=layout.shards))
+        for shard in range(layout.shards)
+    }
+    sparse: dict[str, list[KeyAnswer]] = {}
+    if count * layout.shards * (1 + len(layout.sparse_parts)) <= EXPLAIN_KEYS_MAX:
+        chain = KeyChain(digests)
+        sparse = {
+            _name(part.name, shard, layout): await ask(namespace.digest, part_keys(chain, part=part.name, shard=shard))
+            for part in layout.sparse_parts
+            for shard in range(layout.shards)
+        }
     return tuple(
-        replace(answer, key=digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]) for at, answer in enumerate(merged)
+        replace(
+            _of_chunk(
+                {name: answers[at] for name, answers in dense.items()},
+                {name: answers[at] for name, answers in sparse.items()},
+            ),
+            key=digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES],
+        )
+        for at in range(count)
     )
+
+
+def _name(part: str, shard: int, layout: KVLayout) -> str:
+    """What people call a record of a chunk."""
+    names = [*([f"part {part}"] if part else []), *([f"shard {shard}"] if layout.shards > 1 else [])]
+    return " ".join(names) or "dense"
+
+
+def _of_chunk(dense: Mapping[str, KeyAnswer], sparse: Mapping[str, KeyAnswer]) -> KeyAnswer:
+    """One answer for all records of a chunk, by name."""
+    speaker = next((name for name, answer in dense.items() if answer.status != _HIT), next(iter(dense)))
+    answer = dense[speaker]
+    records = {**dense, **sparse}
+    if len(records) == 1:
+        return answer
+    by_status: dict[str, list[str]] = {}
+    for name, one in records.items():
+        by_status.setdefault(one.status, []).append(name)
+    listed = "; ".join(f"{status}: {', '.join(names)}" for status, names in by_status.items())
+    before = f"{speaker}: {answer.text}" if len(dense) > 1 else answer.text
+    return replace(answer, text=f"{before} ({listed})")
 
 
 def _chunk_digests(question: Question, namespace: bytes, layout: KVLayout) -> bytes:
@@ -127,22 +168,18 @@ def _chunk_digests(question: Question, namespace: bytes, layout: KVLayout) -> by
     return KeyChain.from_tokens(namespace, question.tokens, chunk_tokens=layout.chunk_tokens).digests
 
 
-def _worse(first: KeyAnswer, second: KeyAnswer) -> KeyAnswer:
-    return second if first.status == "hit" else first
-
-
 def _summary_of_known(answer: NamespaceAnswer) -> str:
     before = (
         "; the namespace was dropped before, which hid what was stored until then" if answer.namespace.dropped else ""
     )
     if not answer.keys:
         return f"the namespace is known here; pass tokens or keys to learn what became of them{before}"
-    missing = any(key.status != "hit" for key in answer.keys)
+    missing = any(key.status != _HIT for key in answer.keys)
     return _summary_of_keys(answer.keys) + (before if missing else "")
 
 
 def _summary_of_keys(keys: Sequence[KeyAnswer]) -> str:
-    misses = [(at, key) for at, key in enumerate(keys) if key.status != "hit"]
+    misses = [(at, key) for at, key in enumerate(keys) if key.status != _HIT]
     if not misses:
         return f"all {len(keys)} chunks are stored: a lookup now is a hit"
     at, first = misses[0]

@@ -12,8 +12,8 @@ from kvstore.limits import DIGEST_BYTES, EXPLAIN_KEYS_MAX
 from kvstore.server.control import describe
 from kvstore.server.explain import explain
 from kvstore.server.report import Answer, KeyAnswer, NamespaceReport, Question
-from kvstore.types.keys import shard_keys
-from kvstore.types.layout import KVLayout, Part
+from kvstore.types.keys import part_keys, shard_keys
+from kvstore.types.layout import KVLayout, Part, PartKind
 from kvstore.types.namespace import Manifest, Namespace
 
 LAYOUT = KVLayout(chunk_tokens=4, dtype="bf16", layers=2, parts=(Part(name="kv", entry_bytes=1024),))
@@ -115,6 +115,28 @@ def test_of_several_shards_the_missing_one_speaks() -> None:
     assert [key.status for key in found.keys] == ["absent"] * 3
     assert found.keys[0].text.startswith("shard 2: ")
     assert [key.key for key in found.keys] == [key.digest for key in keys]
+
+
+def test_every_record_of_a_chunk_is_listed() -> None:
+    state = Part(name="state", entry_bytes=64, entries=1, kind=PartKind.SPARSE)
+    layout = replace(LAYOUT, shards=2, parts=(*LAYOUT.parts, state))
+    namespace = replace(MINE, layout=layout)
+    keys = namespace.keys(TOKENS[:8])
+    records = Records()
+    for shard in (0, 1):
+        records.put(namespace.digest, shard_keys(keys[0].digest, shard=shard, shards=2), text="in memory")
+    records.put(namespace.digest, shard_keys(keys[1].digest, shard=0, shards=2))
+    records.put(namespace.digest, part_keys(keys[1:], part="state", shard=1), "evicted")
+    question = Question(tenant="acme", namespace=namespace.digest, keys=keys.digests)
+    answer = ask(question, report(namespace), records=records)
+    first, second = answer.namespaces[0].keys
+    assert first.status == "hit", "a chunk without a checkpoint misses nothing"
+    assert first.text == "shard 0: in memory (hit: shard 0, shard 1; absent: part state shard 0, part state shard 1)"
+    assert second.status == "absent"
+    assert second.text.startswith("shard 1: it was never written here (")
+    assert "hit: shard 0; absent: shard 1, part state shard 0; evicted: part state shard 1" in second.text
+    many = Question(tenant="acme", namespace=namespace.digest, keys=keys.digests * (EXPLAIN_KEYS_MAX // 4))
+    assert "state" not in ask(many, report(namespace)).namespaces[0].keys[0].text, "parts only if so many may be asked"
 
 
 def test_a_namespace_that_was_dropped_before_says_so_beside_its_misses() -> None:
