@@ -96,6 +96,8 @@ class DriveSet:
         for engine in self._engines:
             for known in list(engine.store.namespaces):
                 self.add_namespace(known.manifest)
+        for known in list(self._engines[0].store.namespaces):
+            self._hide_dropped(known.ref.digest)
 
     # --- namespaces -------------------------------------------------------------------------------------------------
     def namespace(self, digest: bytes) -> NamespaceRef | None:
@@ -246,6 +248,15 @@ class DriveSet:
         return min((timer for timer in timers if timer is not None), default=None)
 
     # --- inside -----------------------------------------------------------------------------------------------------
+    def _hide_dropped(self, namespace_digest: bytes) -> None:
+        """A drive that was away when a namespace was dropped still shows what was in it: drop that as well."""
+        generations = [_generation(engine, namespace_digest) for engine in self._engines]
+        for engine, generation in zip(self._engines, generations, strict=True):
+            for _ in range(generation, max(generations)):
+                ref = engine.namespace(namespace_digest)
+                assert ref is not None, "a namespace is added to every drive"
+                engine.drop_namespace(ref, lambda: None)
+
     def _home(self, head: bytes) -> DriveEngine:
         """The drive of a run. Drives of one worker have one capacity, so none weighs more."""
         scores = [digest(b"kvstore.drive.v1", head, name) for name in self._names]
@@ -288,6 +299,13 @@ def _known(engine: Engine, ref: NamespaceRef) -> NamespaceRef:
     own = engine.namespace(ref.digest)
     assert own is not None, "a namespace is added to every drive"
     return own
+
+
+def _generation(engine: Engine, namespace_digest: bytes) -> int:
+    """How often a drive has dropped a namespace, and 1."""
+    ref = engine.namespace(namespace_digest)
+    assert ref is not None, "a namespace is added to every drive"
+    return ref.generation
 
 
 def _merged(answers: Sequence[bytes]) -> bytes:

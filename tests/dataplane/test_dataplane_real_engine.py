@@ -141,6 +141,28 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     assert set(ended.values()) == {EXISTS}
 
 
+def test_what_was_dropped_while_a_drive_was_away_does_not_return_with_it(tmp_path: Path) -> None:
+    keys = [key_of(number) for number in range(30)]
+    expected = dict.fromkeys(range(30), b"old")
+    for count in (2, 1, 2, 2):
+        node = open_node(tmp_path, count=count)
+        client = node.lab.client()
+        client.register(NAMESPACE.manifest())
+        if count == 1:
+            client.call(Drop(namespace=NS), End)
+            client.call(Drop(namespace=NS), End)
+            expected = {}
+        elif expected:
+            client.put(NS, keys, [b"old"] * 30)
+            assert all(len(drive.catalog.index) for drive in node.drives)
+        assert client.get(NS, keys)[1] == expected
+        if not expected and count == 2:
+            client.put(NS, keys, [b"new"] * 30)
+            expected = dict.fromkeys(range(30), b"new")
+        close_node(node)
+    assert expected == dict.fromkeys(range(30), b"new")
+
+
 def test_both_drives_are_used_and_runs_stay_together(tmp_path: Path) -> None:
     node = open_node(tmp_path, count=2)
     client = node.lab.client()
