@@ -26,31 +26,28 @@ class Piece:
     Attributes:
         offset: byte offset in the arena, a multiple of PAGE_BYTES.
         length: bytes, a multiple of PAGE_BYTES; at least what was asked for.
+        holders: how many releases are outstanding; 0 once freed. Changed by `hold` and `release`, and in line where
+            that is done for every record.
         view: the memory. Its contents are whatever was there before. It must not be used after the last `release`.
     """
 
-    __slots__ = ("_arena", "_holders", "length", "offset", "view")
+    __slots__ = ("_arena", "holders", "length", "offset", "view")
 
     def __init__(self, arena: Arena, offset: int, length: int) -> None:
         self._arena = arena
-        self._holders = 1
+        self.holders = 1
         self.offset = offset
         self.length = length
         self.view = arena.memory[offset : offset + length]
 
-    @property
-    def holders(self) -> int:
-        """How many releases are outstanding; 0 once freed."""
-        return self._holders
-
     def hold(self) -> None:
         """One more holder, who will `release` too."""
-        assert self._holders > 0, "a freed piece cannot be held again"
-        self._holders += 1
+        assert self.holders > 0, "a freed piece cannot be held again"
+        self.holders += 1
 
     def release(self) -> None:
         """One holder fewer; the last one gives the memory back."""
-        holders = self._holders = self._holders - 1
+        holders = self.holders = self.holders - 1
         if holders == 0:
             self._arena._free(self.offset, self.length)
         assert holders >= 0, "a piece was released more often than it was held"
@@ -61,8 +58,8 @@ class Piece:
         Args:
             lengths: bytes of each, multiples of PAGE_BYTES; what is left over at the end is freed.
         """
-        assert self._holders == 1, "only the one holder of a piece may split it"
-        self._holders = 0
+        assert self.holders == 1, "only the one holder of a piece may split it"
+        self.holders = 0
         arena = self._arena
         offset = self.offset
         end = offset + self.length

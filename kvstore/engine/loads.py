@@ -21,10 +21,10 @@ from kvstore.engine.location import DEPTH_BITS, PAGE_BITS, PAGES_BITS, location_
 from kvstore.engine.namespaces import index_key
 from kvstore.engine.readplan import Range
 from kvstore.engine.segment import SegmentTable
-from kvstore.engine.verify import Fault, blocks_match, check_header, header_pages_of
-from kvstore.limits import DEVICE_IO_BYTES_MAX, PAGE_BYTES, SUSPECT_RECORDS_MAX
+from kvstore.engine.verify import Fault, check_header, check_run, header_pages_of
+from kvstore.limits import DEVICE_IO_BYTES_MAX, DIGEST_BYTES, PAGE_BYTES, SUSPECT_RECORDS_MAX
 from kvstore.telemetry.metrics import EngineMetrics
-from kvstore.types.checksum import block_count
+from kvstore.types.checksum import block_count, crcs_match
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import MissReason
 
@@ -56,10 +56,15 @@ class Starter(Waiter, Protocol):
     Attributes:
         spec: says for which namespace, and in which flow class.
         staged_bytes: grows by what is on its way from the drive for it.
+        force_cache: what it reads is wanted in the cache, whatever admission says.
     """
 
     spec: ReadSpec
     staged_bytes: int
+    force_cache: bool
+
+    def loaded_run(self, piece: Piece, view: memoryview, run: Sequence[tuple[int, int, RecordFacts]]) -> None:
+        """`loaded` for many whole records: (index, where in `view` the payload begins, facts) of each."""
 
 
 FlightKey = int | tuple[int, int, int]
@@ -92,17 +97,29 @@ class Flight:
         "wanted_in_cache",
     )
 
-    def __init__(self, name: FlightKey, ref: NamespaceRef, key: bytes, location: int, version: int) -> None:
+    def __init__(
+        self,
+        name: FlightKey,
+        ref: NamespaceRef,
+        key: bytes,
+        location: int,
+        version: int,
+        waiters: list[tuple[Waiter, int]],
+        *,
+        at: int = 0,
+        length_bytes: int = 0,
+        wanted_in_cache: bool = False,
+    ) -> None:
         self.name = name
         self.ref = ref
         self.key = key
         self.location = location
         self.version = version
-        self.waiters: list[tuple[Waiter, int]] = []
-        self.wanted_in_cache = False
+        self.waiters = waiters
+        self.wanted_in_cache = wanted_in_cache
         self.second = False
-        self.at = 0
-        self.length_bytes = 0
+        self.at = at
+        self.length_bytes = length_bytes
 
 
 class _Load:
@@ -194,13 +211,12 @@ class Loader:
         self.tick = 1
 
     # --- starting ----------------------------------------------------------------------------------------------------
-    def whole(
-        self, wanted: Sequence[tuple[int, bytes, int]], pages: int, starter: Starter, wanted_in_cache: bool
-    ) -> bool:
+    def whole(self, wanted: Sequence[tuple[int, int]], keys: bytes, pages: int, starter: Starter) -> bool:
         """Read whole records that lie side by side. False when there is no memory now.
 
         Args:
-            wanted: (location, record key, the starter's index) in order of place, none in flight.
+            wanted: (location, the starter's index) in order of place, none twice, none in flight.
+            keys: record keys, in the order of the starter's indices.
             pages: of all together.
         """
         length = pages * PAGE_BYTES
@@ -209,17 +225,25 @@ class Loader:
             return False
         ref = starter.spec.namespace
         version = self._catalog.version
+        in_flight = self.flights
+        wanted_in_cache = starter.force_cache
         flights = []
         at = 0
-        for location, key, index in wanted:
-            flight = Flight(location, ref, key, location, version)
-            self.flights[location] = flight
-            flight.waiters.append((starter, index))
-            flight.wanted_in_cache = wanted_in_cache
-            flight.at = at
-            at += (location >> DEPTH_BITS & _PAGES_MASK) * PAGE_BYTES
-            flight.length_bytes = at - flight.at
+        for location, index in wanted:
+            length_bytes = (location >> DEPTH_BITS & _PAGES_MASK) * PAGE_BYTES
+            flight = in_flight[location] = Flight(
+                location,
+                ref,
+                keys[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES],
+                location,
+                version,
+                [(starter, index)],
+                at=at,
+                length_bytes=length_bytes,
+                wanted_in_cache=wanted_in_cache,
+            )
             flights.append(flight)
+            at += length_bytes
         segment = wanted[0][0] >> _SEGMENT_SHIFT
         self._begin(_Load(flights, piece, segment, starter, starter.spec.flow, self._whole_done), 0, length)
         return True
@@ -229,7 +253,7 @@ class Loader:
     ) -> Flight | None:
         """Read the header of one record."""
         return self._header(
-            Flight((location, *HEADER), ref, key, location, self._catalog.version),
+            Flight((location, *HEADER), ref, key, location, self._catalog.version, []),
             _HEADER_PAGES_AT_FIRST,
             starter,
             flow,
@@ -240,7 +264,7 @@ class Loader:
     ) -> Flight | None:
         """Read some checksum blocks of one record; `blocks` is (offset, length), whole blocks of its payload."""
         location = facts.location
-        flight = Flight((location, *blocks), ref, facts.key, location, self._catalog.version)
+        flight = Flight((location, *blocks), ref, facts.key, location, self._catalog.version, [])
         return self._part(flight, facts, blocks, starter, flow)
 
     def _header(self, flight: Flight, pages: int, starter: Starter, flow: FlowClass) -> Flight | None:
@@ -303,27 +327,16 @@ class Loader:
             self._table.release(load.segment)
             return
         generation = int(self._table.generation[load.segment])
-        caching = self._cache.capacity_bytes > 0
-        view = load.piece.view
-        found: list[RecordFacts | Fault] = []
+        # one namespace: a load is of one request, or of one record that is read again
+        found = check_run(load.piece.view, load.flights, load.flights[0].ref, generation)
         kept: set[Flight] = set()
-        sound = True
-        for flight in load.flights:
-            data = view[flight.at : flight.at + flight.length_bytes]
-            facts = check_header(data, flight.ref, flight.key, flight.location, generation)
-            if isinstance(facts, RecordFacts):
-                start = facts.header_pages * PAGE_BYTES
-                payload = data[start : start + facts.record_bytes]
-                if not blocks_match(payload, facts.block_bytes, facts.crcs):
-                    facts = Fault.CORRUPT
-                    sound = False
-                elif caching and self._admits(flight, facts):
+        if self._cache.capacity_bytes:
+            for flight, facts in zip(load.flights, found, strict=True):
+                if isinstance(facts, RecordFacts) and self._admits(flight, facts):
                     kept.add(flight)
-            else:
-                sound = False
-            found.append(facts)
-        if sound and not kept:
-            self._share(load, found)
+        sound = [facts for facts in found if isinstance(facts, RecordFacts)] if not kept else []
+        if len(sound) == len(found):
+            self._share(load, sound)
         else:
             self._divide(load, found, kept)
         self._table.release(load.segment)
@@ -333,15 +346,25 @@ class Loader:
             return self._cache.fits(facts.record_bytes)
         return self._cache.admits(facts.key, facts.record_bytes)
 
-    def _share(self, load: _Load, found: Sequence[RecordFacts | Fault]) -> None:
+    def _share(self, load: _Load, found: Sequence[RecordFacts]) -> None:
         """Every record is good and none stays in memory: all are served from the one piece."""
-        piece, flights = load.piece, self.flights
+        piece, flights, starter = load.piece, self.flights, load.starter
         view = piece.view
+        run: list[tuple[int, int, RecordFacts]] = []
+        shared: list[tuple[Flight, RecordFacts]] = []
         for flight, facts in zip(load.flights, found, strict=True):
-            assert isinstance(facts, RecordFacts)
             del flights[flight.name]
-            if self._suspects:
+            waiters = flight.waiters
+            waiter, index = waiters[0]
+            if len(waiters) == 1 and waiter is starter:
+                run.append((index, flight.at + facts.header_pages * PAGE_BYTES, facts))
+            else:
+                shared.append((flight, facts))
+        if self._suspects:
+            for flight in load.flights:
                 self._trust(flight)
+        starter.loaded_run(piece, view, run)
+        for flight, facts in shared:
             start = flight.at + facts.header_pages * PAGE_BYTES
             payload = view[start : start + facts.record_bytes]
             for waiter, index in flight.waiters:
@@ -425,7 +448,7 @@ class Loader:
         crcs = facts.crcs[first : first + block_count(length, facts.block_bytes) * _WORD]
         if load.error is not None:
             self._err(flight)
-        elif blocks_match(payload, facts.block_bytes, crcs):
+        elif crcs_match(payload, facts.block_bytes, crcs):
             del self.flights[flight.name]
             self._trust(flight)
             self._metrics.read_records += 1

@@ -22,7 +22,6 @@ from kvstore.engine.namespaces import NamespaceTable, index_key, index_keys, ind
 from kvstore.engine.put import Put, Ticket
 from kvstore.engine.request import Pieces, Request
 from kvstore.engine.segment import SegmentTable
-from kvstore.engine.verify import blocks_match
 from kvstore.errors import InvalidRequest
 from kvstore.limits import (
     DEVICE_IO_BYTES_MAX,
@@ -35,6 +34,7 @@ from kvstore.limits import (
     SLICE_BYTES_MAX,
 )
 from kvstore.telemetry.metrics import EngineMetrics
+from kvstore.types.checksum import crcs_match
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import MissReason
 
@@ -269,7 +269,7 @@ class Reader:
         A client has found wrong bytes: where they came from is known only now. The drive's copy is not to blame.
         """
         facts = record.facts
-        if blocks_match(record.view, facts.block_bytes, facts.crcs):
+        if crcs_match(record.view, facts.block_bytes, facts.crcs):
             return True
         self._metrics.checksum_errors_memory += 1
         self._cache.forget(record.salt, facts.key)
@@ -425,29 +425,26 @@ class Reader:
                 self._serve(request, location, index)
                 continue
             pages = location >> DEPTH_BITS & _PAGES_MASK
-            wanted = [(location, keys[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES], index)]
             place = (location >> _PLACE_SHIFT) + pages
-            again = 0
+            again = False
             end = at + 1
             while end < count:
-                location, index = wants[end]
-                if location == wanted[-1][0]:
-                    again += 1
-                    end += 1
-                    continue
+                before, location = location, wants[end][0]
                 if location >> _PLACE_SHIFT != place or location in flights or location in cached:
-                    break
-                more = location >> DEPTH_BITS & _PAGES_MASK
-                if pages + more > _RUN_PAGES_MAX:
-                    break
-                pages += more
-                place += more
-                wanted.append((location, keys[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES], index))
+                    if location != before:
+                        break
+                    again = True
+                else:
+                    more = location >> DEPTH_BITS & _PAGES_MASK
+                    if pages + more > _RUN_PAGES_MAX:
+                        break
+                    pages += more
+                    place += more
                 end += 1
             length = pages * PAGE_BYTES
             if request.staged_bytes + length > READ_WINDOW_BYTES and request.staged_bytes > length:
                 return False
-            if not self._loader.whole(wanted, pages, request, request.force_cache):
+            if not self._loader.whole(_once(wants[at:end]) if again else wants[at:end], keys, pages, request):
                 request.blocked = True
                 return False
             if again:
@@ -554,6 +551,11 @@ class Reader:
         else:
             self._miss(request, [pieces.index])
         return False
+
+
+def _once(wants: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The first want of each location, of wants in order of location."""
+    return [one for at, one in enumerate(wants) if not at or one[0] != wants[at - 1][0]]
 
 
 def _check(spec: ReadSpec) -> None:

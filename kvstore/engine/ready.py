@@ -53,8 +53,12 @@ class ReadyRecord:
 
     def release(self) -> None:
         """The bytes are not needed any more."""
-        if self._piece is not None:
-            self._piece.release()
+        piece = self._piece
+        if piece is not None:
+            if piece.holders > 1:
+                piece.holders -= 1  # others lie in the same memory: what `release` does, in line
+            else:
+                piece.release()
         request = self._request
         request.staged_bytes -= len(self.data)
         if request.reader.hungry:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.format import INDEX_KEY_BYTES, Entries, decode_record_header, page_count
 from kvstore.engine.namespaces import index_key
-from kvstore.engine.verify import blocks_match
 from kvstore.limits import PAGE_BYTES
+from kvstore.types.checksum import crcs_match
 
 
 def why_unsound(
@@ -37,6 +37,6 @@ def why_unsound(
     payload = data[start : start + header.payload_bytes]
     if len(payload) != header.payload_bytes:
         return "it was read short"
-    if not blocks_match(payload, block_bytes=header.block_bytes, crcs=header.crc_table):
+    if not crcs_match(payload, block_bytes=header.block_bytes, crcs=header.crc_table):
         return "its payload does not match its checksums"
     return None

@@ -8,21 +8,26 @@ needs at once and takes locations apart in place, because it runs for every reco
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from enum import Enum
-from typing import Final
+from typing import Final, Protocol
 
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.cache import RecordFacts
 from kvstore.engine.format import CRC_TABLE_AT, RECORD_MAGIC
 from kvstore.engine.location import DEPTH_BITS, PAGE_BITS, PAGES_BITS
 from kvstore.limits import PAGE_BYTES, PAYLOAD_BYTES_MAX
-from kvstore.types.checksum import crc32c
+from kvstore.types.checksum import crc32c, crcs_match
 
 # magic, CRC, header pages, part, block, payload, segment generation, segment, page, position, CRC words, content id,
 # key, (parent, run head), namespace, namespace generation
 _HEADER: Final = struct.Struct("<4sIHHIQQII4xI16s32s64x32sQ")
+# The same, with what a run of records has in common left as bytes: magic, CRC, shape (header pages, part, block,
+# payload), segment generation, segment, page, CRC words, content id, key, space (namespace, its generation)
+_RUN_HEADER: Final = struct.Struct("<4sI16sQII4xI16s32s64x40s")
+_SHAPE: Final = struct.Struct("<HHIQ")
+_GENERATION: Final = struct.Struct("<Q")
 _CRC_COVERS_FROM: Final = 8
-_U32: Final = struct.Struct("<I")
 _PLACE_SHIFT: Final = PAGES_BITS + DEPTH_BITS
 _PAGES_MASK: Final = (1 << PAGES_BITS) - 1
 
@@ -84,21 +89,89 @@ def check_header(
     )
 
 
+class WantedRecord(Protocol):
+    """A whole record that was read.
+
+    Attributes:
+        key, location: as asked for.
+        at, length_bytes: where it lies in what was read.
+    """
+
+    key: bytes
+    location: int
+    at: int
+    length_bytes: int
+
+
+def check_run(
+    view: memoryview, wanted: Sequence[WantedRecord], ref: NamespaceRef, segment_generation: int
+) -> list[RecordFacts | Fault]:
+    """Check neighbours that were read together, headers and payloads, in one loop: see `check_header`.
+
+    Records of a run mostly have the same lengths, so what follows from those is worked out when they change.
+
+    Args:
+        view: what was read.
+        wanted: in any order; each at least a page long.
+        ref: of them all.
+    """
+    found: list[RecordFacts | Fault] = []
+    unpack, magic_wanted = _RUN_HEADER.unpack_from, RECORD_MAGIC
+    space_wanted = ref.digest + _GENERATION.pack(ref.generation)
+    known: tuple[bytes, int, int] | None = None
+    layout: _Layout | None = None
+    header_pages = header_bytes = table_end = block_bytes = record_bytes = 0
+    for one in wanted:
+        at, location = one.at, one.location
+        magic, crc, shape, generation, segment, page, crc_count, content_id, key, space = unpack(view, at)
+        if known != (shape, crc_count, one.length_bytes):
+            known = (shape, crc_count, one.length_bytes)
+            layout = _layout(*known)
+            if layout is not None:
+                header_pages, header_bytes, table_end, block_bytes, record_bytes = layout
+        if (
+            layout is None
+            or magic != magic_wanted
+            or crc32c(view[at + _CRC_COVERS_FROM : at + header_bytes]) != crc
+            or generation != segment_generation
+            or segment << PAGE_BITS | page != location >> _PLACE_SHIFT
+        ):
+            found.append(Fault.CORRUPT)
+            continue
+        if key != one.key or space != space_wanted:
+            found.append(Fault.OTHER)
+            continue
+        crcs = bytes(view[at + CRC_TABLE_AT : at + table_end])
+        start = at + header_bytes
+        payload = view[start : start + record_bytes]
+        if crc32c(payload).to_bytes(4, "little") == crcs if crc_count == 1 else crcs_match(payload, block_bytes, crcs):
+            found.append(RecordFacts(key, record_bytes, block_bytes, crcs, content_id, header_pages, location))
+        else:
+            found.append(Fault.CORRUPT)
+    return found
+
+
+_Layout = tuple[int, int, int, int, int]
+"""Header pages, their bytes, end of the CRC table, checksum block, payload bytes."""
+
+
+def _layout(shape: bytes, crc_count: int, length_bytes: int) -> _Layout | None:
+    """What a header says of lengths, None where that is not of a record of `length_bytes` padded bytes."""
+    header_pages, _, block_bytes, record_bytes = _SHAPE.unpack(shape)
+    table_end = CRC_TABLE_AT + 4 * crc_count
+    if (
+        not block_bytes
+        or record_bytes > PAYLOAD_BYTES_MAX
+        or crc_count != -(-record_bytes // block_bytes)
+        or header_pages != -(-table_end // PAGE_BYTES)
+        or (header_pages - (-record_bytes // PAGE_BYTES)) * PAGE_BYTES != length_bytes
+    ):
+        return None
+    return header_pages, header_pages * PAGE_BYTES, table_end, block_bytes, record_bytes
+
+
 def header_pages_of(data: memoryview) -> int:
     """Header pages that a first header page claims, unverified; 0 where it is no header."""
     if len(data) < PAGE_BYTES or bytes(data[:4]) != RECORD_MAGIC:
         return 0
     return int(struct.unpack_from("<H", data, _CRC_COVERS_FROM)[0])
-
-
-def blocks_match(payload: memoryview, block_bytes: int, crcs: bytes | memoryview) -> bool:
-    """Whether `payload`, which begins at a block, has these checksums, one u32 LE per block."""
-    length = len(payload)
-    if length <= block_bytes:
-        return not length or bool(_U32.unpack_from(crcs)[0] == crc32c(payload))
-    at = 0
-    for (crc,) in _U32.iter_unpack(crcs):
-        if crc32c(payload[at : at + block_bytes]) != crc:
-            return False
-        at += block_bytes
-    return at >= length

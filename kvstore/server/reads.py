@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.engine.api import CachedItem, Engine, ReadHandle, ReadSpec, ReadyItem
@@ -75,7 +76,7 @@ class ReadCall(Call):
             item.release()
             return
         self._pieces.append(item)
-        if not self._starting:
+        if not self._starting and not self.connection.in_turn:
             self.connection.request_send()
 
     def missed(self, index: int, reason: MissReason) -> None:
@@ -122,46 +123,54 @@ class ReadCall(Call):
 
     def _send_frame(self) -> None:
         """Packs pieces into one DATA frame: many small ones together, a large one cut at checksum blocks."""
-        slices: list[Slice] = []
-        payload: list[memoryview] = []
-        sent: list[ReadyItem] = []
         pieces, statuses = self._pieces, self._statuses
+        if len(pieces[0].data) > SLICE_BYTES_MAX:
+            self._send_cut()
+            return
+        slices: list[Slice] = []
+        sent: list[ReadyItem] = []
         total = 0
-        while pieces and len(slices) < SLICES_PER_FRAME_MAX:
-            item = pieces[0]
-            view = item.data
-            length = len(view)
-            if length > SLICE_BYTES_MAX:
-                if slices:
-                    break
-                slices, payload, total = self._cut(item)
-                if self._cut_at:
-                    break  # more of this piece follows, in frames of its own
-            else:
-                if total + length > FRAME_AIM_BYTES and slices:
-                    break
-                slices.append(
-                    _new_slice(
-                        Slice,
-                        (
-                            item.index,
-                            item.offset,
-                            length,
-                            0,
-                            item.last,
-                            item.content_id,
-                            item.record_bytes,
-                            item.block_bytes,
-                            item.crcs,
-                        ),
-                    )
+        for item in islice(pieces, SLICES_PER_FRAME_MAX):
+            length = len(item.data)
+            if total + length > FRAME_AIM_BYTES and sent:
+                break
+            total += length
+            sent.append(item)
+            index, last = item.index, item.last
+            slices.append(
+                _new_slice(
+                    Slice,
+                    (
+                        index,
+                        item.offset,
+                        length,
+                        0,
+                        last,
+                        item.content_id,
+                        item.record_bytes,
+                        item.block_bytes,
+                        item.crcs,
+                    ),
                 )
-                if length:
-                    payload.append(view)
-                    total += length
-            sent.append(pieces.popleft())
+            )
+            if last:
+                statuses[index] = 0
+        if len(sent) == len(pieces):
+            pieces.clear()
+        else:
+            for _ in sent:
+                pieces.popleft()
+        self._queue(slices, [item.data for item in sent if item.data], total, sent)
+
+    def _send_cut(self) -> None:
+        """Sends a frame of the first piece, which is too large for one."""
+        item = self._pieces[0]
+        slices, payload, total = self._cut(item)
+        sent: list[ReadyItem] = []
+        if not self._cut_at:  # else more of it follows, in frames of its own
+            sent.append(self._pieces.popleft())
             if item.last:
-                statuses[item.index] = 0
+                self._statuses[item.index] = 0
         self._queue(slices, payload, total, sent)
 
     def _queue(self, slices: list[Slice], payload: list[memoryview], total: int, sent: list[ReadyItem]) -> None:

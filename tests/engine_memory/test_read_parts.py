@@ -14,11 +14,11 @@ from kvstore.engine.format import RecordHeader, decode_record_header, encode_rec
 from kvstore.engine.history import Event, Fate
 from kvstore.engine.location import pack_location
 from kvstore.engine.readplan import covering_blocks, ranges_per_record
-from kvstore.engine.verify import Fault, blocks_match, check_header, header_pages_of
+from kvstore.engine.verify import Fault, check_header, check_run, header_pages_of
 from kvstore.engine.waits import Waits
 from kvstore.errors import InvalidRequest
 from kvstore.limits import ACCESS_TICK_NS, MS_NS, PAGE_BYTES, RANGES_PER_ITEM_MAX, SECOND_NS
-from kvstore.types.checksum import crc_table
+from kvstore.types.checksum import crc_table, crcs_match
 from kvstore.types.results import MissReason
 
 ranges = st.lists(st.tuples(st.integers(0, 50_000), st.integers(0, 20_000)), max_size=8)
@@ -136,17 +136,91 @@ def test_a_sound_header_of_another_key_or_place_is_told_apart() -> None:
     assert check_header(view, REF, header.key, longer, 11) is Fault.CORRUPT
 
 
+class Read:
+    """What `check_run` looks at of a record in flight."""
+
+    def __init__(self, key: bytes, location: int, at: int, length_bytes: int) -> None:
+        self.key = key
+        self.location = location
+        self.at = at
+        self.length_bytes = length_bytes
+
+
+def one_by_one(data: memoryview, read: Read, generation: int) -> RecordFacts | Fault:
+    """What the check of a single record says."""
+    facts = check_header(data, REF, read.key, read.location, generation)
+    if isinstance(facts, RecordFacts):
+        start = facts.header_pages * PAGE_BYTES
+        if not crcs_match(data[start : start + facts.record_bytes], facts.block_bytes, facts.crcs):
+            return Fault.CORRUPT
+    return facts
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 4096, 9000, 70_000]), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 80_000), st.integers(0, 7)), max_size=3),
+    st.lists(st.sampled_from(["", "key", "place", "longer"]), min_size=6, max_size=6),
+)
+def test_a_run_is_checked_as_each_of_its_records_alone(
+    lengths: list[int], flips: list[tuple[int, int, int]], changes: list[str]
+) -> None:
+    parts: list[bytearray] = []
+    reads: list[Read] = []
+    page = at = 0
+    for number, length in enumerate(lengths):
+        payload = bytes([number + 1]) * length
+        pages = header_page_count(length, 4096) + -(-length // PAGE_BYTES)
+        header = RecordHeader(
+            key=bytes([number]) * 32,
+            parent=bytes(32),
+            run_head=bytes(32),
+            namespace=REF.digest,
+            namespace_generation=REF.generation,
+            position=number,
+            part=0,
+            segment=5,
+            page=9 + page,
+            segment_generation=11,
+            payload_bytes=length,
+            block_bytes=4096,
+            content_id=b"c" * 16,
+            crc_table=crc_table(payload, 4096),
+            written_ns=1,
+        )
+        record = bytearray(pages * PAGE_BYTES)
+        encode_record_header(header, memoryview(record)[: header.header_pages * PAGE_BYTES])
+        start = header.header_pages * PAGE_BYTES
+        record[start : start + length] = payload
+        change = changes[number]
+        key = b"?" * 32 if change == "key" else header.key
+        at_page = 9 + page + (change == "place")
+        claimed = pages + (change == "longer" and number == len(lengths) - 1)
+        location = pack_location(segment=5, page=at_page, pages=claimed, depth=0)
+        record += bytes((claimed - pages) * PAGE_BYTES)
+        reads.append(Read(key, location, at, len(record)))
+        parts.append(record)
+        page += pages
+        at += len(record)
+    for which, byte, bit in flips:
+        part = parts[which % len(parts)]
+        part[byte % len(part)] ^= 1 << bit
+    view = memoryview(b"".join(parts))
+    alone = [one_by_one(view[read.at : read.at + read.length_bytes], read, 11) for read in reads]
+    assert check_run(view, reads, REF, 11) == alone
+    assert check_run(view, reads, REF, 12) == [Fault.CORRUPT] * len(reads)
+
+
 @given(st.binary(max_size=20_000), st.sampled_from([4096, 5000]), st.data())
 def test_blocks_match_their_checksums_and_no_others(payload: bytes, block_bytes: int, data: st.DataObject) -> None:
     table = crc_table(payload, block_bytes)
-    assert blocks_match(memoryview(payload), block_bytes, table)
+    assert crcs_match(memoryview(payload), block_bytes, table)
     if payload:
         at = data.draw(st.integers(0, len(payload) - 1))
         wrong = bytearray(payload)
         wrong[at] ^= 1
-        assert not blocks_match(memoryview(wrong), block_bytes, table)
+        assert not crcs_match(memoryview(wrong), block_bytes, table)
         longer = memoryview(payload + bytes(block_bytes))
-        assert not blocks_match(longer, block_bytes, table), "more payload than checksums"
+        assert not crcs_match(longer, block_bytes, table), "more payload than checksums"
 
 
 def test_the_estimate_follows_the_drive_and_idle_time_does_not_count() -> None:
