@@ -126,9 +126,18 @@ class Control:
         return any(value.get("started") is True for value in started)
 
     async def drain(self, *, resume: bool) -> None:
-        """Refuse puts on every worker, or take them again."""
+        """Refuse puts on every worker, or take them again.
+
+        Raises Unavailable when one does not serve, after the others were told; that one is told once it serves.
+        """
+        down: Unavailable | None = None
         for worker in self._fleet.workers:
-            await worker.set_draining(not resume)
+            try:
+                await worker.set_draining(not resume)
+            except Unavailable as error:
+                down = error
+        if down is not None:
+            raise down
 
     async def _of_tenant(self, tenant: str, after: bytes, deadline_ns: int) -> list[NamespaceReport]:
         """Every namespace of a tenant after a digest, in the order of digests, whichever worker knows it."""

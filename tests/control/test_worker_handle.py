@@ -13,6 +13,7 @@ import pytest
 
 from kvstore import errors
 from kvstore.limits import MS_NS, SECOND_NS, WORKER_BACKOFF_NS_MAX, WORKER_BACKOFF_NS_MIN, MiB
+from kvstore.server.control import Control
 from kvstore.server.fleet import Fleet
 from kvstore.server.launch import WorkerLaunch
 from kvstore.server.report import NodeState, WorkerState
@@ -146,6 +147,17 @@ def test_a_drained_worker_that_died_is_drained_again() -> None:
         await handle.set_draining(False)
         assert await die() == {"resume": []}
         assert handle.state is WorkerState.SERVING
+
+    serve("well", work)
+
+
+def test_a_worker_that_is_down_keeps_no_other_from_being_drained() -> None:
+    async def work(handle: WorkerHandle) -> None:
+        fleet = Fleet(node_id="n", start_epoch=1, metrics=SupervisorMetrics())
+        fleet.adopt([worker("well"), handle])
+        with pytest.raises(errors.Unavailable, match="not started yet"):
+            await Control(fleet).drain(resume=False)
+        assert handle.state is WorkerState.DRAINING
 
     serve("well", work)
 
