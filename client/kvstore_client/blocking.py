@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from kvstore.errors import Closed, DeadlineExceeded, KVStoreError, Overloaded, Unavailable
 from kvstore.limits import CALLS_WAITING_MAX
+from kvstore.types.flow import FlowClass
 from kvstore_client.connection import READ, Connection, Steps
 from kvstore_client.core import ClientCore
 from kvstore_client.planner import TargetId
@@ -118,6 +119,18 @@ class BlockingDriver:
             return None
         connection.blocking = True
         return link, connection
+
+    def take_ready(self, link: TargetLink, flow: FlowClass, now_ns: int) -> Connection | None:
+        """As `borrow`, with less to decide: None in more cases. Give it back with `put_ready` or `give_back`."""
+        with self._lock:
+            return None if self._closed else link.take_ready(flow, now_ns)
+
+    def put_ready(self, link: TargetLink, connection: Connection) -> None:
+        """The call on a connection of `take_ready` went well."""
+        with self._lock:
+            if not self._closed and not self._waiting and link.put_ready(connection):
+                return
+        self.give_back(link, connection, connection.idle_since_ns, has_broken=False)
 
     def give_back(self, link: TargetLink, connection: Connection, now_ns: int, *, has_broken: bool) -> None:
         """The call on a borrowed connection is over. With one that has broken its idle siblings are closed."""

@@ -35,11 +35,13 @@ class Begun(NamedTuple):
         target: that was asked, for all of it.
         connection: with its link: the request is on its way, the answer is another one than expected. None when over.
         slices: what has come to where it belongs, when some of it was garbled.
+        deadline_ns: of the call.
     """
 
     target: TargetId
     connection: tuple[TargetLink, Connection] | None
     slices: Sequence[Slice]
+    deadline_ns: int
 
 
 class LoadJob(Job):

@@ -81,19 +81,19 @@ def read_straight(
         head = bytearray(expected.head_bytes)
         if not _receive(connection, expected, head, views, request_id):
             is_kept = True
-            return Begun(target, (link, connection), ())
+            return Begun(target, (link, connection), (), deadline_ns)
         epoch, found = expected.open(head)
         if found is None:
             connection.give_back_bytes(b"".join((head, *views)))
             is_kept = True
-            return Begun(target, (link, connection), ())
+            return Begun(target, (link, connection), (), deadline_ns)
         connection.end_at_once(epoch)
         is_good = True
         for view, (_, crcs) in zip(views, found, strict=True):
             is_good &= crc_table(view, block_bytes) == crcs
         if not is_good:
             connection.close()  # whatever garbles bytes there shall not do it to the second try
-            return Begun(target, None, expected.slices(found))
+            return Begun(target, None, expected.slices(found), deadline_ns)
     except KVStoreError:
         has_broken = True
         connection.close()

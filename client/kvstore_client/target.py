@@ -14,11 +14,11 @@ from kvstore.wire.messages import ID_BYTES, Welcome
 from kvstore_client.connection import Connection
 from kvstore_client.options import ClientOptions
 from kvstore_client.planner import TargetId
-from kvstore_client.retry import CircuitBreaker
+from kvstore_client.retry import BreakerState, CircuitBreaker
 from kvstore_client.stats import Counters
 
 _RATE_WEIGHT = 0.2  # of the newest sample in the moving average of the read rate
-_RATE_BYTES_MIN = 256 * 1024  # smaller reads measure the round trip, not the rate
+RATE_BYTES_MIN = 256 * 1024  # smaller reads measure the round trip, not the rate
 
 
 class TargetLink:
@@ -128,6 +128,33 @@ class TargetLink:
         self._in_use.add(found)
         return found
 
+    def take_ready(self, flow: FlowClass, now_ns: int) -> Connection | None:
+        """As `take_idle`, but None also when there are connections to close first. Give it back with `put_ready`."""
+        idle = self._idle
+        if (
+            not idle
+            or self._is_drop_due
+            or self.breaker.state is not BreakerState.CLOSED
+            or len(self._in_use) >= self._options.connections_per_target
+        ):
+            return None
+        found = idle[-1]
+        if found.quick is None or found.flow is not flow or found.is_abandoned:
+            return None
+        if now_ns - idle[0].idle_since_ns > self._options.idle_ns and len(idle) > 1:
+            return None
+        self._in_use.add(idle.pop())
+        return found
+
+    def put_ready(self, connection: Connection) -> bool:
+        """The call on a connection of `take_ready` went well; False, and nothing done, when it is for `give_back`."""
+        if self._is_drop_due or len(self._idle) >= self._options.connections_per_target:
+            return False
+        self._in_use.discard(connection)
+        self._idle.append(connection)
+        self.breaker.succeeded()
+        return True
+
     def give_back(self, connection: Connection, now_ns: int) -> None:
         """The call is over. The connection is kept when the next call can use it."""
         self._in_use.discard(connection)
@@ -179,7 +206,7 @@ class TargetLink:
 
     def note_read(self, length_bytes: int, elapsed_ns: int) -> None:
         """Measures the rate of reads."""
-        if length_bytes >= _RATE_BYTES_MIN and elapsed_ns > 0:
+        if length_bytes >= RATE_BYTES_MIN and elapsed_ns > 0:
             rate = length_bytes * 1e9 / elapsed_ns
             known = self.read_bytes_per_second
             self.read_bytes_per_second = known + _RATE_WEIGHT * (rate - known) if known else rate

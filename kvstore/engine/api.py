@@ -190,13 +190,18 @@ class CachedItem(Protocol):
     Attributes:
         facts: `record_bytes`, `block_bytes`, `crcs` and `content_id` of it.
         view: its bytes, which stay as they are until `release`.
+        reply: what the data plane prepared for sending it; empty at first. Means nothing to the engine.
     """
+
+    reply: bytes
 
     @property
     def facts(self) -> CachedFacts: ...
 
     @property
     def view(self) -> memoryview: ...
+
+    def hold(self) -> None: ...
 
     def release(self) -> None: ...
 
@@ -253,6 +258,12 @@ class Engine(Protocol):
         and none more than SLICE_BYTES_MAX.
 
         The quick way for small reads, counted as `read` counts. None says only "use `read`"; nothing is held then.
+        """
+
+    def look_cached(self, digest: bytes, key: bytes, *, now_ns: int) -> CachedItem | None:
+        """The record if it lies in memory and has 1 to SLICE_BYTES_MAX bytes, counted as `read` counts; else None.
+
+        Not held: it is the caller's until the engine is called next, or from `hold` to `release`.
         """
 
     def open_put(

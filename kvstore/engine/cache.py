@@ -58,9 +58,10 @@ class CachedRecord:
         hits: accesses since it was inserted, cut off; readers raise it.
         tick: access tick up to which the index has been told.
         until_ns: end of a volatile record's life; 0 for the others.
+        reply: see `api.CachedItem`.
     """
 
-    __slots__ = ("facts", "hits", "in_main", "location", "piece", "salt", "tick", "until_ns", "view")
+    __slots__ = ("facts", "hits", "in_main", "location", "piece", "reply", "salt", "tick", "until_ns", "view")
 
     def __init__(self, salt: bytes, facts: RecordFacts, piece: Piece | None, *, tick: int, until_ns: int = 0) -> None:
         self.salt = salt
@@ -72,11 +73,17 @@ class CachedRecord:
         self.tick = tick
         self.until_ns = until_ns
         self.in_main = False
+        self.reply = b""
 
     @property
     def size_bytes(self) -> int:
         """Arena bytes it takes; a page for bookkeeping where the payload takes none."""
         return self.piece.length if self.piece is not None else PAGE_BYTES
+
+    def hold(self) -> None:
+        """One more reader needs the piece, until it calls `release`."""
+        if self.piece is not None:
+            self.piece.hold()
 
     def release(self) -> None:
         """A reader that held the piece does not need it any more."""

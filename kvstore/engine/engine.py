@@ -27,6 +27,7 @@ from kvstore.engine.catalog import Catalog
 from kvstore.engine.drive import prepare_drive
 from kvstore.engine.estimate import DayMeter, LoadEstimator
 from kvstore.engine.explain import KeyFate
+from kvstore.engine.glance import Glance
 from kvstore.engine.hooks import Hooks
 from kvstore.engine.loads import Loader
 from kvstore.engine.location import U64, location_page_counts
@@ -181,6 +182,13 @@ class DriveEngine:
             metrics=self.metrics,
             estimator=self.estimator,
             start=self._queue.start,
+        )
+        self._glance = Glance(
+            catalog=self.catalog,
+            namespaces=self._namespaces,
+            cache=self.cache,
+            metrics=self.metrics,
+            estimator=self.estimator,
         )
         self._volatile = VolatilePuts(self.cache, self.metrics)
         self._pins = Pins(self.catalog, capacity_bytes=superblock.capacity_bytes)
@@ -360,6 +368,12 @@ class DriveEngine:
         """See `api.Engine.take_cached`."""
         self._turn(now_ns)
         return self._reader.take_cached(ref, keys, bytes_max)
+
+    def look_cached(self, digest: bytes, key: bytes, *, now_ns: int) -> CachedRecord | None:
+        """See `api.Engine.look_cached`."""
+        if self._clock.tick(now_ns) != self._tick:
+            self._turn(now_ns)
+        return self._glance.record(digest, key, now_ns, self._tick)
 
     def prefetch(self, ref: NamespaceRef, keys: bytes | memoryview, *, now_ns: int) -> int:
         """Read records into the RAM cache. Answers how many are stored and were not there; 0 without a cache."""

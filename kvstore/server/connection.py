@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
+from kvstore.engine.api import Engine
 from kvstore.errors import DeadlineExceeded, Internal, InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.limits import (
     FRAME_AIM_BYTES,
@@ -26,6 +27,7 @@ from kvstore.limits import (
 )
 from kvstore.server.call import Call
 from kvstore.server.clients import Client
+from kvstore.server.lane import ReadLane
 from kvstore.server.loop import BROKEN, READABLE, WRITABLE, Loop
 from kvstore.telemetry.logs import RepeatLogger
 from kvstore.telemetry.metrics import DataplaneMetrics, error_index
@@ -54,6 +56,7 @@ class Plane(Protocol):
     now_ns: int
     clock: Callable[[], int]
     requests_memory: MemoryBudget
+    quick_engine: Engine | None
     handlers: Mapping[FrameType, Callable[[Connection, Frame], None]]
 
     def place_writer_slices(self, connection: Connection, frame: Frame) -> Sequence[memoryview] | None:
@@ -87,6 +90,7 @@ class Connection:
         "_handlers",
         "_held_bytes",
         "_interest",
+        "_lane",
         "_lingering",
         "_plane",
         "_progress",
@@ -128,6 +132,7 @@ class Connection:
         self.in_turn = False
         self.is_closed = False
         self._lingering = False
+        self._lane: ReadLane | None = None  # from HELLO on, until the last words
         self._progress: tuple[object, ...] | None = None
         self._progress_ns = 0
         self._blocked = False
@@ -155,7 +160,11 @@ class Connection:
                 self._discard()
                 return
             try:
-                for frame in self.channel.on_readable():
+                lane = self._lane
+                frames = self.channel.on_readable() if lane is None else lane.receive()
+                if frames is None:
+                    return  # it was a request, and is answered
+                for frame in frames:
                     self._arrived(frame)
             except Exception as error:  # noqa: BLE001 -- the root of everything that a peer causes
                 self.broke(error)
@@ -232,6 +241,14 @@ class Connection:
         if not self.channel.send_at_once(head, payload, payload_bytes=payload_bytes, on_sent=on_sent):
             self._blocked = True
             self._watch()
+
+    def send_rest(self, head: bytes, payload: memoryview, *, sent_bytes: int, on_sent: OnSent) -> None:
+        """Queues what the socket did not take of a frame that was sent past the queue."""
+        writer = self.channel.writer
+        writer.push(head, (payload,), payload_bytes=len(payload), on_sent=on_sent)
+        writer.advance(sent_bytes)
+        self._blocked = True
+        self._watch()
 
     @property
     def can_answer_at_once(self) -> bool:
@@ -334,6 +351,7 @@ class Connection:
             ErrorReply(code=code_of(error), text=text_of(error), closing=True), 0, epoch=self._plane.epoch
         )
         self._lingering = True
+        self._lane = None
         self.due_ns = self._plane.now_ns + LINGER_NS
         self._watch()
         self.request_send()
@@ -363,6 +381,7 @@ class Connection:
         if self.is_closed:
             return
         self.is_closed = True
+        self._lane = None
         self._plane.loop.forget(self.channel.fileno())
         self.session.close()
         self._abandon_call()
@@ -376,6 +395,8 @@ class Connection:
         self.client = client
         self.flow = flow
         self.channel.reader.allow_bodies(FRAME_BODY_BYTES_MAX)
+        if self.ends_with_data:
+            self._lane = ReadLane(self, self._plane)
 
     @property
     def is_idle(self) -> bool:

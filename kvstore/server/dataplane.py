@@ -83,6 +83,7 @@ class DataPlane:
         handlers: what carries out each request, and CANCEL.
         epoch: of the view.
         now_ns: the time of this turn.
+        quick_engine: the engine while new requests are taken.
         requests_memory: what clients' requests take, all together.
         is_draining: new puts are refused.
     """
@@ -110,6 +111,7 @@ class DataPlane:
         self._admin = admin
         self._view = b""
         self._engine: Engine | None = None
+        self.quick_engine: Engine | None = None
         self._is_stopping = False
         self._engine_is_due = False
         self._timer_ns = _NEVER_NS  # when the engine wants to be polled
@@ -145,6 +147,7 @@ class DataPlane:
     def serve(self, engine: Engine) -> None:
         """From now on requests are carried out by `engine`."""
         self._engine = engine
+        self.quick_engine = None if self._is_stopping else engine
         for fileno in engine.filenos():
             self.loop.watch(fileno, self._engine_ready)
 
@@ -160,6 +163,7 @@ class DataPlane:
     def stop(self) -> None:
         """From now on new clients are refused by the kernel and new requests by an ERROR; those in progress go on."""
         self._is_stopping = True
+        self.quick_engine = None
         self.is_draining = True
         for listening in self._listeners:
             self.loop.forget(listening.fileno())

@@ -208,6 +208,9 @@ class DriveSet:
     def take_cached(self, ref: NamespaceRef, keys: bytes, *, now_ns: int, bytes_max: int) -> None:
         """See `Engine.take_cached`: several drives take the way over `read`."""
 
+    def look_cached(self, digest: bytes, key: bytes, *, now_ns: int) -> None:
+        """See `Engine.look_cached`: as `take_cached`."""
+
     # --- writes -----------------------------------------------------------------------------------------------------
     def open_put(
         self,

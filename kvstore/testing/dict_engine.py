@@ -198,6 +198,9 @@ class DictEngine:
     def take_cached(self, ref: NamespaceRef, keys: bytes, *, now_ns: int, bytes_max: int) -> None:
         """See `Engine.take_cached`: nothing is given this way."""
 
+    def look_cached(self, digest: bytes, key: bytes, *, now_ns: int) -> None:
+        """See `Engine.look_cached`: nothing is given this way."""
+
     def read(self, spec: ReadSpec, sink: ReadSink, *, now_ns: int) -> ReadHandle:
         """See `Engine.read`."""
         read = Read(sink)

@@ -115,6 +115,17 @@ class TcpChannel:
         self.writer.advance(count)
         return False
 
+    @property
+    def connected(self) -> socket.socket:
+        """The socket, for who does with it in one step what is several here; it stays this channel's."""
+        return self._socket
+
+    def took_none(self, error: OSError) -> int:
+        """0 after a call that the socket only put off. Raises Unavailable after any other error."""
+        if error.errno not in _RETRY:
+            raise self._broken(error) from None
+        return 0
+
     def send(self, message: Message, request_id: int, *, epoch: int = 0) -> None:
         """Queues a message."""
         self.writer.push_message(message, request_id, epoch=epoch)

@@ -148,6 +148,13 @@ class FrameReader:
         """The sink has not said yet where the current payload belongs; `buffers()` is empty."""
         return self._frame is not None and not self._dest
 
+    def between_frames(self) -> memoryview | None:
+        """Where a next frame may be received as a whole, to look at it before `advance`; None within a frame."""
+        if self._frame is not None or self._body is not None or self._end != self._start or self._error is not None:
+            return None
+        self._start = self._end = 0
+        return self._view
+
     @property
     def position(self) -> tuple[int, ...] | None:
         """Tells one place within the frame in progress from another; None between frames and while paused."""

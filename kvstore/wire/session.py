@@ -27,6 +27,8 @@ class State(IntEnum):
     CLOSED = 6
 
 
+_IDLE: Final = State.IDLE
+
 REQUESTS: Final[dict[F, State]] = {
     F.PING: State.ANSWER,
     F.MANIFEST: State.ANSWER,
@@ -182,6 +184,13 @@ class ServerSession(_Session):
         if after is State.IDLE or after is State.CLOSED:
             self._request = None
 
+    def begin_plain(self, request_id: int) -> bool:
+        """A GET came that is answered at once or not at all; False when it must go by `receive`."""
+        if self._state is not _IDLE:
+            return False
+        self._request_id = request_id
+        return True
+
     def send_final_data(self) -> None:
         """The node is about to send the DATA frame that ends a GET. Raises AssertionError for our own defect."""
         assert self._state is State.READ, f"node ends {self._request} with DATA in state {self._state.name}"
@@ -212,6 +221,19 @@ class ClientSession(_Session):
         self._request = request
         self._state = after
         return self._request_id
+
+    def next_id(self) -> int:
+        """The request id of a GET that is begun on an idle connection and, as a rule, ended by whoever begins it.
+
+        When another answer comes than it expects, `read_begun` lets the call take the usual way.
+        """
+        self._request_id = request_id = self._request_id % REQUEST_ID_MAX + 1
+        return request_id
+
+    def read_begun(self) -> None:
+        """The GET of `next_id` has been sent, and its answer is still to be received."""
+        self._state = self._require(F.GET)
+        self._request = F.GET
 
     def send(self, frame: F) -> None:
         """DATA or CANCEL of the call in progress is about to be sent. Raises InvalidRequest when it is not legal."""
