@@ -154,7 +154,7 @@ class WorkerHandle:
             return
         try:
             if channel is not None and self._state in (WorkerState.SERVING, WorkerState.DRAINING):
-                await channel.admin("shutdown", {"within_ns": within_ns}, deadline_ns=WORKER_STOP_GRACE_NS)
+                await self._shut_down(channel, within_ns)
             else:
                 process.terminate()  # it recovers: nothing is in progress
             async with asyncio.timeout((within_ns + WORKER_STOP_GRACE_NS) / SECOND_NS):
@@ -163,6 +163,14 @@ class WorkerHandle:
             log.warning("worker %d did not end by itself (%s), killed", self._launch.rail, error or "out of time")
             self.kill()
             await process.wait()
+
+    async def _shut_down(self, channel: AdminChannel, within_ns: int) -> None:
+        try:
+            await channel.admin("shutdown", {"within_ns": within_ns}, deadline_ns=WORKER_STOP_GRACE_NS)
+        except KVStoreError:
+            # a signal to the whole process group drained it too: it may have closed the socket, and ends by itself
+            if not channel.closed:
+                raise
 
     def kill(self) -> None:
         """End it now. What was acknowledged as durable stays."""

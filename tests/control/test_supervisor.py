@@ -341,6 +341,16 @@ def test_sigterm_drains_and_exits_0(tmp_path: Path) -> None:
         assert "Traceback" not in process.log
 
 
+def test_sigterm_to_the_whole_process_group_drains_without_a_kill(tmp_path: Path) -> None:
+    """What systemd does: the worker drains by its own signal while the supervisor tells it to."""
+    with ServeProcess(tmp_path) as process:
+        process.wait_ready()
+        os.killpg(process.process.pid, signal.SIGTERM)
+        assert process.wait_exit() == 0, process.log
+        assert "killed" not in process.log
+        assert "WARNING" not in process.log
+
+
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     with ServeProcess(tmp_path, "--drain-timeout", "5m") as process:
         process.wait_ready()
