@@ -141,7 +141,7 @@ class TargetLink:
         found = idle[-1]
         if found.quick is None or found.flow is not flow or found.is_abandoned:
             return None
-        if now_ns - idle[0].idle_since_ns > self._options.idle_ns and len(idle) > 1:
+        if len(idle) > 1 and now_ns - idle[0].idle_since_ns > self._options.idle_ns:
             return None
         self._in_use.add(idle.pop())
         return found

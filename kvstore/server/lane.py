@@ -16,10 +16,7 @@ from kvstore.wire.frames import Frame
 from kvstore.wire.header import HEADER_BYTES
 from kvstore.wire.plain import (
     CRC_AT,
-    GET_FRONT,
-    GET_MIDDLE,
     GET_START,
-    GET_TAIL,
     PLAIN_GETS,
     PlainGet,
     data_body,
@@ -30,6 +27,29 @@ if TYPE_CHECKING:
     from kvstore.server.connection import Connection, Plane
 
 _GET: Final = int(Verb.GET)
+
+
+class _Form:
+    """One kind of GET, and what was judged of the last one: the next is most often the same but for id, key and CRC."""
+
+    __slots__ = ("before_crc", "before_key", "behind_key", "body", "kind", "namespace", "sizes", "unpack_from")
+
+    def __init__(self, kind: PlainGet, view: memoryview) -> None:
+        self.kind = kind
+        self.unpack_from = kind.unpack_from
+        self.before_crc = view[:CRC_AT]
+        self.body = view[HEADER_BYTES : kind.frame_bytes]
+        self.sizes = self.before_key = self.behind_key = b""
+        self.namespace = b""
+
+    def judge(self, sizes: bytes, before_key: bytes, behind_key: bytes) -> bool:
+        """Whether a frame with these parts is for the lane."""
+        namespace = self.kind.namespace_of(sizes, before_key, behind_key)
+        if namespace is None:
+            return False
+        self.sizes, self.before_key, self.behind_key = sizes, before_key, behind_key
+        self.namespace = namespace
+        return True
 
 
 class ReadLane:
@@ -47,7 +67,7 @@ class ReadLane:
         self._reader = channel.reader
         self._receive = channel.connected.recv_into
         self._send = channel.connected.sendmsg
-        self._forms: dict[int, tuple[PlainGet, memoryview, memoryview]] = {}
+        self._forms: dict[int, _Form] = {}
 
     def receive(self) -> list[Frame] | None:
         """Receives once: the frames that have arrived, as `TcpNodeChannel.on_readable`, or None: all is done.
@@ -66,58 +86,51 @@ class ReadLane:
             return []
         if not count:
             return connection.channel.on_readable()  # which says what the end of the stream means
-        form = self._forms.get(count) or self._form_of(count, view)
-        if form is not None and self._answer(*form, view):
+        forms = self._forms
+        if count in forms and self._answer(forms[count], view):
             return None
+        if not forms:
+            forms.update({kind.frame_bytes: _Form(kind, view) for kind in PLAIN_GETS})
         return self._reader.advance(count)
 
-    def _form_of(self, count: int, view: memoryview) -> tuple[PlainGet, memoryview, memoryview] | None:
-        """The kind of GET that has so many bytes, and what of the read-ahead its checksum covers."""
-        for form in PLAIN_GETS:
-            if form.frame_bytes == count:
-                self._forms[count] = found = (form, view[:CRC_AT], view[HEADER_BYTES:count])
-                return found
-        return None
-
-    def _answer(self, form: PlainGet, before_crc: memoryview, body: memoryview, view: memoryview) -> bool:
+    def _answer(self, form: _Form, view: memoryview) -> bool:
         """Answers the GET in `view`; False, and nothing has happened, when it is not for here."""
-        start, request_id, sizes, flags, crc, front, digest, middle, key, deadline, tail = form.unpack_from(view)
+        start, request_id, sizes, crc, before_key, key, behind_key = form.unpack_from(view)
         plane = self._plane
         engine = plane.quick_engine
         if (
             start != GET_START
-            or sizes != form.sizes
-            or flags
-            or front != GET_FRONT
-            or middle != GET_MIDDLE
-            or tail != GET_TAIL
-            or not form.deadline_over < deadline <= form.deadline_max
-            or crc32c(body, crc32c(before_crc, 0)) != crc
             or engine is None
+            or crc32c(form.body, crc32c(form.before_crc, 0)) != crc
+            or not (
+                (before_key == form.before_key and behind_key == form.behind_key and sizes == form.sizes)
+                or form.judge(sizes, before_key, behind_key)
+            )
             or not self._session.begin_plain(request_id)
         ):
             return False
         now_ns = plane.now_ns
-        record = engine.look_cached(digest, key, now_ns=now_ns)
+        record = engine.look_cached(form.namespace, key, now_ns=now_ns)
         if record is None:
             return False
         payload = record.view
+        payload_bytes = len(payload)
         reply = record.reply
         if not reply:
             record.reply = reply = data_body(record.facts)
-        head = data_head(reply, request_id, payload_bytes=len(payload), epoch=plane.epoch)
+        head = data_head(reply, request_id, payload_bytes=payload_bytes, epoch=plane.epoch)
         connection = self._connection
         try:
             count = self._send((head, payload))
         except OSError as error:
             count = connection.channel.took_none(error)
-        if count != len(head) + len(payload):
+        if count != len(head) + payload_bytes:
             record.hold()
             connection.send_rest(head, payload, sent_bytes=count, on_sent=record.release)
         connection.due_ns = now_ns + IDLE_WAIT_NS
         metrics = self._metrics
         metrics.calls[_GET] += 1
-        metrics.sent_bytes[self._flow] += len(payload)
+        metrics.sent_bytes[self._flow] += payload_bytes
         metrics.loaded_records += 1
         metrics.get_ns.observe(plane.clock() - now_ns)
         return True

@@ -54,22 +54,36 @@ class PlainGet:
 
     Attributes:
         frame_bytes: length of the frame.
-        unpack_from: start, request id, body and payload length, flags, CRC, then of the body: front, namespace,
-            middle, key, deadline, tail.
-        sizes: body and payload length as they must stand in the header.
-        deadline_over, deadline_max: the deadline as bytes must lie above the one, and not above the other.
+        unpack_from: start, request id, what stands then up to the CRC (sizes, epoch, flags), the CRC, what stands
+            before the key, the key, and what stands behind it.
     """
 
-    __slots__ = ("deadline_max", "deadline_over", "frame_bytes", "sizes", "unpack_from")
+    __slots__ = ("_deadline_max", "_deadline_over", "_sizes", "frame_bytes", "unpack_from")
 
     def __init__(self, marker: int, deadline_bytes: int) -> None:
-        layout = struct.Struct(f"<4sI8s8xII3s32s2s32s{1 + deadline_bytes}s9s")
+        layout = struct.Struct(f"<4sI20sI{_KEY_AT}s{DIGEST_BYTES}s{1 + deadline_bytes + len(GET_TAIL)}s")
         self.frame_bytes = layout.size
-        self.unpack_from = layout.unpack_from
-        self.sizes = struct.pack("<II", layout.size - HEADER_BYTES, 0)
+        self.unpack_from: Callable[[memoryview], tuple[bytes, int, bytes, int, bytes, bytes, bytes]] = (
+            layout.unpack_from
+        )
+        self._sizes = struct.pack("<II", layout.size - HEADER_BYTES, 0)
         highest = min(REQUEST_NS_MAX, (1 << 8 * deadline_bytes) - 1)
-        self.deadline_over = bytes([marker]) + bytes(deadline_bytes)
-        self.deadline_max = bytes([marker]) + highest.to_bytes(deadline_bytes, "big")
+        self._deadline_over = bytes([marker]) + bytes(deadline_bytes)
+        self._deadline_max = bytes([marker]) + highest.to_bytes(deadline_bytes, "big")
+
+    def namespace_of(self, sizes: bytes, before_key: bytes, behind_key: bytes) -> bytes | None:
+        """The namespace that such a frame asks; None when these parts of it ask for something else, or wrongly."""
+        deadline = behind_key[: -len(GET_TAIL)]
+        if (
+            sizes[:8] == self._sizes
+            and sizes[16:] == bytes(4)
+            and before_key.startswith(GET_FRONT)
+            and before_key.endswith(GET_MIDDLE)
+            and behind_key.endswith(GET_TAIL)
+            and self._deadline_over < deadline <= self._deadline_max
+        ):
+            return before_key[len(GET_FRONT) : -len(GET_MIDDLE)]
+        return None
 
 
 PLAIN_GETS: Final = (PlainGet(0xCE, 4), PlainGet(0xCF, 8))
