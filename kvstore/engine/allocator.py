@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass
+from typing import Final
 
 from kvstore.device.base import Device
 from kvstore.engine.format import record_page_count
@@ -20,6 +21,10 @@ from kvstore.limits import (
     SPACE_RETRY_NS_MIN,
     MiB,
 )
+
+# bound once: reading a member of an enum costs as much as ten other attribute reads, and each turn asks
+_FREE: Final = int(SegmentState.FREE)
+_UNALLOCATED: Final = int(SegmentState.UNALLOCATED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +156,10 @@ class Allocator:
 
     def free_count(self) -> int:
         """Segments that could be opened now, as far as is known."""
-        free = self.table.in_state_count[SegmentState.FREE]
-        unallocated = self.table.in_state_count[SegmentState.UNALLOCATED]
-        return free + min(unallocated, max(0, self.segments_max - self.allocated_segments()))
+        counts = self.table.in_state_count
+        free, unallocated = counts[_FREE], counts[_UNALLOCATED]
+        room = self.segments_max - self.table.count + unallocated
+        return free + min(unallocated, room) if room > 0 else free
 
     def opened(self, segment: int) -> OpenSegment | None:
         """The open or closing segment with this number."""
@@ -165,7 +171,7 @@ class Allocator:
     # --- space --------------------------------------------------------------------------------------------------------
     def allocated_segments(self) -> int:
         """Segments with space on the drive."""
-        return self.table.count - self.table.in_state_count[SegmentState.UNALLOCATED]
+        return self.table.count - self.table.in_state_count[_UNALLOCATED]
 
     def _allocate(self, segment: int) -> bool:
         if self._reserve(segment):

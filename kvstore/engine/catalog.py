@@ -150,17 +150,21 @@ class Catalog:
     # --- records come ---------------------------------------------------------------------------------------------
     def commit(self, key0: int, key1: int, location: int, tick: int) -> bool:
         """A record became valid; one that lay elsewhere under its key is dead now. False when the index is full."""
+        return self.replace(key0, key1, location, tick) != NOT_INSERTED
+
+    def replace(self, key0: int, key1: int, location: int, tick: int) -> int:
+        """`commit` that answers where the record lay before, 0 if it is new, NOT_INSERTED when the index is full."""
         slot = self.index.find(key0, key1)
         before = self.index.access_at(slot) if slot >= 0 else 0
-        previous = self.index.insert(key0, key1, location, tick)
+        previous = self.index.insert(key0, key1, location, tick, slot=slot)
         if previous == NOT_INSERTED:
-            return False
+            return previous
         if previous:
             self.version += 1
             self.scores.remove(previous, before)
             self._count_replaced(slot, previous, location)
         self.scores.add(location, tick)
-        return True
+        return previous
 
     def load(self, keys: U64, locations: U64, ticks: U32) -> Bools:
         """Recovery: n keys, no two equal, into an empty catalog. Says which the index had room for."""

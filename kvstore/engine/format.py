@@ -370,6 +370,7 @@ RECORD_MAGIC: Final = b"KVRC"
 _RECORD = struct.Struct("<4sIHHIQQIIII16s32s32s32s32sQQ")
 CRC_TABLE_AT: Final = 256
 assert _RECORD.size <= CRC_TABLE_AT
+_RECORD_GAP: Final = bytes(CRC_TABLE_AT - _RECORD.size)
 
 
 def header_page_count(payload_bytes: int, block_bytes: int) -> int:
@@ -426,35 +427,78 @@ class RecordHeader:
 
 def encode_record_header(header: RecordHeader, out: memoryview, *, checksum: bool = True) -> None:
     """Write a header into `out`, exactly its pages long. `checksum=False` leaves that to `place_record_header`."""
-    table_end = CRC_TABLE_AT + len(header.crc_table)
+    fill_record_header(
+        out,
+        key=header.key,
+        parent=header.parent,
+        run_head=header.run_head,
+        namespace=header.namespace,
+        namespace_generation=header.namespace_generation,
+        position=header.position,
+        part=header.part,
+        payload_bytes=header.payload_bytes,
+        block_bytes=header.block_bytes,
+        content_id=header.content_id,
+        crc_table=header.crc_table,
+        written_ns=header.written_ns,
+        segment=header.segment,
+        page=header.page,
+        segment_generation=header.segment_generation,
+    )
+    if checksum:
+        _seal(out, len(out))
+
+
+def fill_record_header(
+    out: memoryview,
+    *,
+    key: bytes,
+    parent: bytes,
+    run_head: bytes,
+    namespace: bytes,
+    namespace_generation: int,
+    position: int,
+    part: int,
+    payload_bytes: int,
+    block_bytes: int,
+    content_id: bytes,
+    crc_table: bytes,
+    written_ns: int,
+    segment: int = 0,
+    page: int = 0,
+    segment_generation: int = 0,
+) -> None:
+    """Write the fields of a RecordHeader into `out`, exactly its pages long, without place and checksum.
+
+    `place_record_header` adds those. A put comes here without a RecordHeader, which costs as much as the rest of it.
+    """
+    table_end = CRC_TABLE_AT + len(crc_table)
     _RECORD.pack_into(
         out,
         0,
         RECORD_MAGIC,
         0,
         page_count(table_end),
-        header.part,
-        header.block_bytes,
-        header.payload_bytes,
-        header.segment_generation,
-        header.segment,
-        header.page,
-        header.position,
-        len(header.crc_table) // 4,
-        header.content_id,
-        header.key,
-        header.parent,
-        header.run_head,
-        header.namespace,
-        header.namespace_generation,
-        header.written_ns,
+        part,
+        block_bytes,
+        payload_bytes,
+        segment_generation,
+        segment,
+        page,
+        position,
+        len(crc_table) // 4,
+        content_id,
+        key,
+        parent,
+        run_head,
+        namespace,
+        namespace_generation,
+        written_ns,
     )
-    out[_RECORD.size : CRC_TABLE_AT] = bytes(CRC_TABLE_AT - _RECORD.size)
-    out[CRC_TABLE_AT:table_end] = header.crc_table
+    out[_RECORD.size : CRC_TABLE_AT] = _RECORD_GAP
+    out[CRC_TABLE_AT:table_end] = crc_table
     if table_end < len(out):
         out[table_end:] = bytes(len(out) - table_end)
-    if checksum:
-        _seal(out, len(out))
 
 
 def decode_record_header(data: Buffer) -> RecordHeader | None:

@@ -152,13 +152,14 @@ class Index:
         slot = self.find(key0, key1)
         return self._location_scalar[slot] if slot >= 0 else 0
 
-    def insert(self, key0: int, key1: int, location: int, tick: int) -> int:
-        """Add or overwrite one key.
+    def insert(self, key0: int, key1: int, location: int, tick: int, *, slot: int | None = None) -> int:
+        """Add or overwrite one key; `slot` is what `find` has just said of it, where that was asked already.
 
         Returns:
             Its previous location, 0 if it is new, NOT_INSERTED if the index is full.
         """
-        slot = self.find(key0, key1)
+        if slot is None:
+            slot = self.find(key0, key1)
         previous = 0
         if slot >= 0:
             previous = self._location_scalar[slot]

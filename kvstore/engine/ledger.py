@@ -16,6 +16,7 @@ from kvstore.engine.allocator import Allocator
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.catalog import Catalog
 from kvstore.engine.format import ENTRY_DTYPE, Entries, distinct, entry_spaces
+from kvstore.engine.index import NOT_INSERTED
 from kvstore.engine.location import (
     I64,
     U32,
@@ -99,8 +100,8 @@ class Ledger:
             key: index key.
             space: `namespace_key` of its namespace and generation.
         """
-        previous = self.catalog.index.get(*key)
-        if not self.catalog.commit(*key, location, self.tick):
+        previous = self.catalog.replace(*key, location, self.tick)
+        if previous == NOT_INSERTED:
             self.index_full = True
             return False
         if previous:

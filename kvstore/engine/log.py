@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 from kvstore.device.base import IoKind, IoOp
@@ -188,7 +188,13 @@ class Log:
             [self._buffer[: len(used) * PAGE_BYTES]],
             flow=FlowClass.WRITEBACK,
         )
-        self._place = replace(place, next_block=place.next_block + len(used))
+        self._place = LogPlace(
+            half=place.half,
+            generation=place.generation,
+            highest_generation=place.highest_generation,
+            checkpoint_blocks=place.checkpoint_blocks,
+            next_block=place.next_block + len(used),
+        )
         error: OSError | None = yield io(self._queue, [op])
         return error
 

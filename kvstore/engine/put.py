@@ -12,9 +12,8 @@ from kvstore.engine.arena import Piece
 from kvstore.engine.format import (
     CONTENT_ID_BYTES,
     ENTRY,
-    RecordHeader,
     content_id,
-    encode_record_header,
+    fill_record_header,
     header_page_count,
     page_count,
     place_record_header,
@@ -24,7 +23,7 @@ from kvstore.engine.namespaces import index_key
 from kvstore.engine.segment import OpenSegment, namespace_key
 from kvstore.errors import ChecksumMismatch
 from kvstore.limits import PAGE_BYTES
-from kvstore.types.checksum import crc_table as make_crc_table
+from kvstore.types.checksum import crcs_match
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import Exists, Refused, RefusedReason, Stored
 
@@ -197,7 +196,8 @@ class Ticket(Append):
         spec = self.spec
         if self.content_id == NO_ID:
             self.content_id = content_id(spec.payload_bytes, self.crc_table, os.urandom(8))
-        header = RecordHeader(
+        fill_record_header(
+            out,
             key=spec.key,
             parent=spec.parent,
             run_head=spec.run_head,
@@ -205,16 +205,12 @@ class Ticket(Append):
             namespace_generation=spec.namespace.generation,
             position=spec.position,
             part=spec.part,
-            segment=0,
-            page=0,
-            segment_generation=0,
             payload_bytes=spec.payload_bytes,
             block_bytes=spec.block_bytes,
             content_id=self.content_id,
             crc_table=self.crc_table,
             written_ns=time.time_ns(),
         )
-        encode_record_header(header, out, checksum=False)
 
     def completed(self, entry: bytes) -> None:
         self._writer.complete(self, entry)
@@ -257,7 +253,7 @@ class Put(Ticket):
             return
         buffer, table = self.buffer, self.spec.crc_table
         assert buffer is not None, "only a granted ticket is filled"
-        if table is None or make_crc_table(buffer, self.spec.block_bytes) != table:
+        if table is None or not crcs_match(buffer, self.spec.block_bytes, table):
             self._writer.metrics.checksum_errors_received += 1
             self.abort()
             raise ChecksumMismatch(
