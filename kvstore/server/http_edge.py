@@ -58,6 +58,8 @@ class HttpEdge:
             await writer.drain()
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             log.debug("connection on the metrics port ended: %s", error)
+        except asyncio.CancelledError:  # the loop ends; asyncio would log a trace of a cancelled handler
+            log.debug("connection on the metrics port ends with the node")
         except Exception:  # the root of a request: a defect is that request's failure, not the node's
             log.exception("a request on the metrics port failed by a defect of ours")
         finally:

@@ -80,6 +80,8 @@ class WireEdge:
             await self._serve(reader, writer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             log.debug("connection on the gRPC port ended: %s", error)
+        except asyncio.CancelledError:  # the loop ends; asyncio would log a trace of a cancelled handler
+            log.debug("connection on the gRPC port ends with the node")
         finally:
             self._metrics.edge_connections -= 1
             writer.close()

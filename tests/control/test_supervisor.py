@@ -341,6 +341,22 @@ def test_sigterm_drains_and_exits_0(tmp_path: Path) -> None:
         assert "Traceback" not in process.log
 
 
+def test_connections_that_stay_open_leave_no_trace_in_the_log_of_a_stop(tmp_path: Path) -> None:
+    with ServeProcess(tmp_path) as process:
+        ready = process.wait_ready()
+        addresses = [ready.grpc, ready.grpc, ready.metrics]
+        pairs = [(host, int(port)) for host, _, port in (address.rpartition(":") for address in addresses)]
+        sockets = [socket.create_connection(pair, timeout=30) for pair in pairs]
+        sockets[0].sendall(b"KV")
+        with urllib.request.urlopen(f"http://{ready.metrics}/healthz", timeout=30) as answer:
+            assert answer.status == 200, "the others have been accepted before"
+        process.terminate()
+        assert process.wait_exit() == 0
+        for one in sockets:
+            one.close()
+        assert "Traceback" not in process.log
+
+
 def test_sigterm_to_the_whole_process_group_drains_without_a_kill(tmp_path: Path) -> None:
     """What systemd does: the worker drains by its own signal while the supervisor tells it to."""
     with ServeProcess(tmp_path) as process:
