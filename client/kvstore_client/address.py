@@ -21,6 +21,9 @@ def in_place_of(old: socket.socket, new: socket.socket) -> socket.socket:
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of "host:port" or "[v6]:port". Raises InvalidRequest."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise InvalidRequest(f"address {address!r} is not host:port with a port from 1 to 65535")
+    if not colon or not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InvalidRequest(
+            f"address {address!r:.200} is not host:port with a port from 1 to 65535; "
+            "pass one such as 127.0.0.1:7400, without a scheme"
+        )
     return host.strip("[]"), int(port)

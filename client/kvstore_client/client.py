@@ -15,7 +15,7 @@ from kvstore.types.namespace import Namespace
 from kvstore_client.blocking import BlockingDriver
 from kvstore_client.core import ClientCore
 from kvstore_client.namespace_handle import BoundNamespace
-from kvstore_client.options import ClientOptions, parse_flow
+from kvstore_client.options import ClientOptions, is_number, parse_flow
 from kvstore_client.process import ProcessState
 from kvstore_client.regions import allocate
 from kvstore_client.rounds import refresh_view
@@ -138,8 +138,8 @@ def client_options(
 ) -> ClientOptions:
     """The options that `connect` was given, as one value. Raises InvalidRequest."""
     known = base or ClientOptions()
-    if deadline is not None and not 0 < deadline < float("inf"):
-        raise InvalidRequest(f"deadline is {deadline} s; pass a number above 0")
+    if deadline is not None and (not is_number(deadline) or not 0 < deadline < float("inf")):
+        raise InvalidRequest(f"deadline is {deadline!r:.80} s; pass a number above 0")
     return ClientOptions(
         flow=parse_flow(flow),
         write_flow=known.write_flow,

@@ -92,6 +92,13 @@ class ClientCore:
         """The workers of the view."""
         return [route.id for route in self._routes]
 
+    def words_of_no_target(self) -> str:
+        """Why `placement` is None, for people."""
+        where = ", ".join(self.addresses)
+        if self.view is None:
+            return f"no node answers at {where}"
+        return f"node {self.view.node_id} at {where} is recovering: it serves no drive yet; try again later"
+
     def saw_epoch(self, epoch: int) -> None:
         """A node named its view's epoch."""
         if epoch > self.newest_epoch:

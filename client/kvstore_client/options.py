@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Final
 
 from kvstore.errors import InvalidRequest
@@ -61,6 +62,11 @@ def parse_flow(flow: str | FlowClass) -> FlowClass:
         raise InvalidRequest(str(error)) from None
 
 
+def is_number(value: object) -> bool:
+    """Whether it may be compared and multiplied as seconds: int, float, or a number of numpy."""
+    return isinstance(value, Real)
+
+
 def deadline_after(now_ns: int, seconds: float | None, default_ns: int) -> int:
     """The monotonic time `seconds` from now, within what a request may last; None is `default_ns` from now.
 
@@ -69,8 +75,8 @@ def deadline_after(now_ns: int, seconds: float | None, default_ns: int) -> int:
     """
     if seconds is None:
         return now_ns + default_ns
-    if not seconds == seconds or seconds == float("-inf"):
-        raise InvalidRequest(f"deadline is {seconds}; pass seconds from now")
+    if not is_number(seconds) or not seconds > float("-inf"):
+        raise InvalidRequest(f"deadline is {seconds!r:.80}; pass seconds from now, as a number")
     return now_ns + min(int(max(seconds, 0) * SECOND_NS) if seconds < 1e9 else REQUEST_NS_MAX, REQUEST_NS_MAX)
 
 
@@ -78,8 +84,8 @@ def pin_ttl_ns(seconds: float | None) -> int:
     """A pin's ttl in ns. Raises InvalidRequest above PIN_TTL_NS_MAX or below 0."""
     if seconds is None:
         return PIN_TTL_NS_DEFAULT
-    if not 0 <= seconds * SECOND_NS <= PIN_TTL_NS_MAX:
-        raise InvalidRequest(f"pin_ttl is {seconds} s; use 0 to {PIN_TTL_NS_MAX / SECOND_NS:g} s")
+    if not is_number(seconds) or not 0 <= seconds * SECOND_NS <= PIN_TTL_NS_MAX:
+        raise InvalidRequest(f"pin_ttl is {seconds!r:.80} s; use 0 to {PIN_TTL_NS_MAX / SECOND_NS:g} s")
     return int(seconds * SECOND_NS)
 
 

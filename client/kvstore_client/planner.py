@@ -7,7 +7,7 @@ one blob.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -66,6 +66,8 @@ def as_chain(keys: Keys) -> KeyChain:
     """
     if isinstance(keys, KeyChain):
         return keys
+    if not isinstance(keys, ChunkKey | Iterable):
+        raise InvalidRequest(f"keys are a {type(keys).__name__}; pass keys made by ns.keys(...)")
     found = [keys] if isinstance(keys, ChunkKey) else list(keys)
     chain = KeyChain()
     for index, key in enumerate(found):

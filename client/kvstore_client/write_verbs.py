@@ -237,7 +237,7 @@ def _store_chosen(
     if core.placement is None:
         for row in rows.values():
             for record in row:
-                record.finish(int(RefusedReason.OVERLOADED), detail=f"no node answers at {', '.join(core.addresses)}")
+                record.finish(int(RefusedReason.OVERLOADED), detail=core.words_of_no_target())
         return list(rows.values())
     jobs = [
         StoreJob(

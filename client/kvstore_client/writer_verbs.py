@@ -90,7 +90,7 @@ def open_writer(
     if core.placement is None:
         for row in rows:
             for record in row:
-                record.finish(int(RefusedReason.OVERLOADED), detail=f"no node answers at {', '.join(core.addresses)}")
+                record.finish(int(RefusedReason.OVERLOADED), detail=core.words_of_no_target())
         return state
     plan = plan_records(chain, layout=layout, sections=sections, target_of=core.placement)
     facts = ChainFacts.of(chain)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvstore.limits import SECOND_NS, KiB
-from kvstore.server.report import NodeReport
+from kvstore.server.report import NodeReport, NodeState
 from kvstore.telemetry.registry import Snapshot, number, text
 
 
@@ -25,6 +25,10 @@ def summary_lines(report: NodeReport) -> Iterator[Line]:
     yield Line(name="node", value=f"{report.node_id}, kvstore {report.version}, pid {report.pid}, view {report.epoch}")
     yield Line(name="addresses", value=f"gRPC {report.grpc}, metrics {report.metrics}")
     yield Line(name="device", value=_device(report))
+    if "engine" not in numbers:
+        # zeros would read as facts: as if everything were gone
+        yield Line(name="stored", value=_words_of_unknown(report))
+        return
     yield Line(name="stored", value=_stored(report))
     yield Line(name="RAM cache", value=_cache(report))
     yield Line(name="lookups", value=_lookups(report))
@@ -58,10 +62,21 @@ def _bytes(numbers: Snapshot, field: str) -> str:
     return words_of_bytes(number(numbers, "dataplane", field))
 
 
+def words_of_count(count: float, name: str) -> str:
+    """So many of something: "1 record", "2 records"."""
+    return f"{count:.0f} {name}" if count == 1 else f"{count:.0f} {name}s"
+
+
+def _words_of_unknown(report: NodeReport) -> str:
+    if report.state is NodeState.RECOVERING:
+        return "recovering: the drives are being read"
+    return "not known (no worker answers)"
+
+
 def _device(report: NodeReport) -> str:
     mode = text(report.numbers, "device", "mode")
     if not mode:
-        return "not known (no worker answers)"
+        return _words_of_unknown(report)
     direct = "direct I/O" if number(report.numbers, "device", "direct_io") else "through the page cache"
     return f"{mode}, {direct}: {text(report.numbers, 'device', 'mode_reason')}"
 
@@ -71,9 +86,8 @@ def _stored(report: NodeReport) -> str:
         words_of_bytes(number(report.numbers, "engine", name))
         for name in ("live_bytes", "allocated_bytes", "capacity_bytes")
     )
-    return (
-        f"{number(report.numbers, 'engine', 'records'):.0f} records, {live} live, {allocated} allocated of {capacity}"
-    )
+    records = words_of_count(number(report.numbers, "engine", "records"), "record")
+    return f"{records}, {live} live, {allocated} allocated of {capacity}"
 
 
 def _cache(report: NodeReport) -> str:
@@ -94,7 +108,7 @@ def _lookups(report: NodeReport) -> str:
 def _eviction(report: NodeReport) -> str:
     evicted = number(report.numbers, "engine", "evicted_records")
     age = number(report.numbers, "engine", "eviction_age_ns") / SECOND_NS
-    return f"{evicted:.0f} records evicted" + (f", now of age {words_of_seconds(age)}" if age else "")
+    return f"{words_of_count(evicted, 'record')} evicted" + (f", now of age {words_of_seconds(age)}" if age else "")
 
 
 def _writes(report: NodeReport) -> str:
@@ -109,7 +123,8 @@ def _integrity(report: NodeReport) -> str:
     quarantined, scrubbed, bad = (
         number(report.numbers, "engine", name) for name in ("quarantined_records", "scrubbed_records", "scrub_errors")
     )
-    return f"{quarantined:.0f} records quarantined, {scrubbed:.0f} scrubbed, {bad:.0f} found bad"
+    scrub = f"{scrubbed:.0f} scrubbed since the start, {bad:.0f} of them found bad"
+    return f"{words_of_count(quarantined, 'record')} quarantined, {scrub}"
 
 
 def _share(part: float, whole: float) -> str:

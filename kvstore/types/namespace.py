@@ -44,7 +44,8 @@ class Namespace:
         digest: 32 bytes, BLAKE3 over `manifest()`; computed.
 
     Raises:
-        InvalidRequest: A name is empty where it must not be, longer than NAME_BYTES_MAX bytes, or no valid Unicode.
+        InvalidRequest: A name is empty where it must not be, longer than NAME_BYTES_MAX bytes, or no valid Unicode;
+            or a field is of another type.
     """
 
     tenant: str
@@ -61,6 +62,8 @@ class Namespace:
             _check_text(name, getattr(self, name))
         if self.adapter_revision and not self.adapter:
             raise InvalidRequest(f"adapter_revision is {self.adapter_revision!r} without an adapter; name the adapter")
+        if not isinstance(self.layout, KVLayout):
+            raise InvalidRequest(f"layout is {self.layout!r:.80}; pass a KVLayout, such as KVLayout.opaque(...)")
         if not isinstance(self.salt, bytes) or len(self.salt) > SALT_BYTES_MAX:
             raise InvalidRequest(f"salt must be at most {SALT_BYTES_MAX} bytes; pass a hash of a longer one")
         object.__setattr__(self, "digest", digest(self.manifest()))

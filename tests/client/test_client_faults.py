@@ -11,6 +11,7 @@ import time
 import pytest
 
 from kvstore.errors import Closed, Denied, InvalidRequest, Overloaded, StaleView, Unavailable
+from kvstore.limits import SECOND_NS
 from kvstore.types.checksum import crc_table
 from kvstore.types.results import MissReason, RefusedReason
 from kvstore.wire import messages as m
@@ -743,9 +744,11 @@ def test_a_call_that_finds_no_free_connection_ends_at_its_deadline(node, opaque)
 
 
 @pytest.mark.parametrize("sent", [0, 40, SIZE // 2, SIZE + 200])
-def test_after_a_deadline_the_rest_is_drained_and_the_connection_kept(node, stored, sent) -> None:
+def test_after_a_deadline_the_rest_is_drained_and_the_connection_kept(node, stored, monkeypatch, sent) -> None:
     """The node sends the rest of the answer after the caller has its memory back: scratch takes it."""
+    monkeypatch.setattr("kvstore_client.connection.DRAIN_NS_MAX", 60 * SECOND_NS)  # a busy machine is no reason
     ns, keys, payloads = stored
+    assert prefix(ns.get_into(keys, memories())) == 8  # opens the connection, which needs no share of the deadline
     released = threading.Event()
 
     def script(link, frame) -> bool:
@@ -763,7 +766,7 @@ def test_after_a_deadline_the_rest_is_drained_and_the_connection_kept(node, stor
     node.script = script
     memory = memories()
     opened = len(node.hellos)
-    assert prefix(ns.get_into(keys, memory, soft_deadline=0.2)) == (1 if sent > SIZE else 0)
+    assert prefix(ns.get_into(keys, memory, soft_deadline=0.4)) == (1 if sent > SIZE else 0)
     before = [bytes(one) for one in memory]
     released.set()
     again = memories()
@@ -771,7 +774,7 @@ def test_after_a_deadline_the_rest_is_drained_and_the_connection_kept(node, stor
     assert prefix(results) == 8
     check(results, again, payloads)
     assert [bytes(one) for one in memory] == before
-    assert len(node.hellos) == opened + 1, "one connection to read with, and it was kept"
+    assert len(node.hellos) == opened, "one connection to read with, and it was kept"
     assert FrameType.CANCEL in node.calls
 
 

@@ -12,6 +12,7 @@ from kvstore.types.layout import KVLayout, ShardAxis
 from kvstore.types.namespace import Namespace
 from kvstore.types.part import Part, PartKind, Retention
 from kvstore.types.results import MissReason, RefusedReason
+from kvstore.wire.codec import pack_plain
 from kvstore.wire.header import FrameType
 from kvstore_client import Exists, Hit, KVClient, Miss, Refused, Stored
 
@@ -143,6 +144,42 @@ def test_opaque_buffers_may_be_larger_but_not_smaller(client, opaque) -> None:
     assert result.length_bytes == 1000
     assert large == b"x" * 1000 + bytes(4000)
     assert ns.get_into(keys, [bytearray(999)]) == [Miss(MissReason.LAYOUT)]
+
+
+@pytest.mark.parametrize("seconds", ["1s", float("nan"), float("-inf"), [1]])
+def test_what_is_no_number_of_seconds_is_refused_by_name(client, opaque, node, seconds) -> None:
+    ns = client.namespace(opaque)
+    keys = ns.keys(TOKENS[:16])
+    with pytest.raises(InvalidRequest, match="deadline is "):
+        ns.match(keys, deadline=seconds)
+    with pytest.raises(InvalidRequest, match="deadline is "):
+        ns.get_into(keys, [bytearray(1), bytearray(1)], deadline=seconds)
+    with pytest.raises(InvalidRequest, match="pin_ttl is "):
+        ns.match(keys, pin_ttl=seconds)
+    with pytest.raises(InvalidRequest, match="deadline is "):
+        KVClient.connect(node.address, deadline=seconds)
+
+
+@pytest.mark.parametrize("keys", [None, 3])
+def test_keys_that_are_none_are_refused_by_name(client, opaque, keys) -> None:
+    with pytest.raises(InvalidRequest, match=r"keys are a (NoneType|int); pass keys made by"):
+        client.namespace(opaque).match(keys)
+    with pytest.raises(InvalidRequest, match=r"keys are a (NoneType|int); pass keys made by"):
+        client.namespace(opaque).get_into(keys, [bytearray(1)])
+
+
+def test_an_address_with_a_scheme_is_refused_with_the_form() -> None:
+    with pytest.raises(InvalidRequest, match=r"is not host:port .* without a scheme"):
+        KVClient.connect("http://127.0.0.1:7400")
+
+
+def test_a_put_to_a_node_without_targets_says_that_it_recovers(client, opaque, node) -> None:
+    node.view = lambda: pack_plain({"epoch": 2, "node_id": "n1", "targets": []})
+    ns = client.namespace(opaque)
+    with KVClient.connect(node.address) as fresh:
+        (result,) = fresh.namespace(opaque).put(ns.keys(TOKENS[:16]), [b"x"], deadline=5)
+    assert result.reason is RefusedReason.OVERLOADED
+    assert f"node n1 at {node.address} is recovering" in result.detail
 
 
 @pytest.mark.parametrize(

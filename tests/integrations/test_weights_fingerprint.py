@@ -22,6 +22,7 @@ def test_equal_weights_have_one_fingerprint_wherever_they_lie(tmp_path: Path) ->
     second = folder_of(tmp_path / "b", model=b"weights")
     (second / "config.json").write_text("{}")
     assert fingerprint_folder(first) == fingerprint_folder(second)
+    assert fingerprint_folder(str(first)) == fingerprint_folder(first)
     assert fingerprint_folder(first).startswith("sha256:")
 
 

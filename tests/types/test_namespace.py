@@ -123,6 +123,11 @@ def test_the_salt_stays_in_the_process() -> None:
     assert "secret" not in repr(namespace)
 
 
+def test_a_layout_of_another_type_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match="layout is None; pass a KVLayout"):
+        plain(layout=None)
+
+
 def test_a_manifest_under_another_digest_is_refused_with_both() -> None:
     one, other = plain(), plain(model="x")
     with pytest.raises(

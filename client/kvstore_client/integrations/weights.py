@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 from kvstore.errors import InvalidRequest
 
 
-def fingerprint_folder(folder: Path) -> str:
+def fingerprint_folder(folder: str | os.PathLike[str]) -> str:
     """SHA-256 over the safetensors files of a model folder, as "sha256:<hex>".
 
     File names and lengths are hashed too, in name order, so that neither renaming nor splitting differently collides.
     Reads every byte once; keep the result beside the loaded model.
 
     Raises:
-        InvalidRequest: The folder holds no .safetensors file.
+        InvalidRequest: The folder holds no .safetensors file, or `folder` is no path.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    if not isinstance(folder, str | os.PathLike):
+        raise InvalidRequest(f"folder is a {type(folder).__name__}; pass the path of a model folder")
+    files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise InvalidRequest(
             f"no .safetensors file in {folder}: the weights cannot be told from others; "
