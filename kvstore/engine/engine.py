@@ -475,6 +475,9 @@ class DriveEngine:
         self.cache.expire(now_ns)
         self._pins.expire(now_ns)
         self._waits.check(now_ns)
+        if not self.store.log.idle:  # a delete that waited for a put: nothing else may wake us for a while
+            self.store.log.pump()
+            self._queue.start(now_ns)
 
     def _warm(self) -> None:
         assert self._warming is not None
