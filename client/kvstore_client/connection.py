@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import struct
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Final, Protocol, TypeAlias, TypeVar
@@ -26,6 +25,7 @@ from kvstore.wire.messages import Cancel, ErrorReply, Feature, Hello, Welcome
 from kvstore.wire.schema import Message
 from kvstore.wire.session import ClientSession, State, Verdict
 from kvstore_client.address import in_place_of, split_address
+from kvstore_client.waiting import first_bytes, set_timeout
 
 READ: Final = 1
 WRITE: Final = 2
@@ -42,8 +42,6 @@ once, and what follows it as well, which a waiting receive would leave for anoth
 _WAIT_ALL_BYTES_MAX: Final = 256 * 1024
 """At most so much payload is waited for at a time, so that it is checked while the CPU's cache has it: 0.03 s/GB for
 the checksums instead of 0.07 with 1 MiB at a time; receiving costs the same (2 MiB of L2 per core, busy machine)."""
-_TIMEVAL = struct.Struct("@ll")
-_TIMEOUT_NS_MIN: Final = 1_000_000  # a timeout of 0 would mean none
 
 _DRAINABLE: Final = frozenset({State.READ, State.ANSWER})
 M = TypeVar("M", bound=Message)
@@ -365,8 +363,7 @@ class Connection:
 
     def arm_receive(self, wait_ns: int) -> None:
         """Sets the kernel's timeout for receiving."""
-        self._set_timeout(self._require_socket(), socket.SO_RCVTIMEO, wait_ns)
-        self.receive_timeout_ns = wait_ns
+        self.receive_timeout_ns = set_timeout(self._require_socket(), socket.SO_RCVTIMEO, wait_ns)
 
     def belongs_to(self, owner: PayloadOwner) -> None:
         """From now on `owner` takes the payload of the call in progress."""
@@ -516,7 +513,7 @@ class Connection:
             wanted = reader.wanted_bytes
             if wanted > _WAIT_ALL_BYTES_MAX:
                 flags = socket.MSG_WAITALL
-                buffers = _first_bytes(buffers, _WAIT_ALL_BYTES_MAX)
+                buffers = first_bytes(buffers, _WAIT_ALL_BYTES_MAX)
             elif wanted >= _WAIT_ALL_BYTES_MIN and reader.in_payload:
                 flags = socket.MSG_WAITALL
                 if not reader.ends_call:
@@ -579,13 +576,7 @@ class Connection:
             raise DeadlineExceeded(f"the call's deadline passed while it waited for the node at {self._address}")
         if left_ns <= armed_ns <= left_ns + (left_ns >> 6):
             return armed_ns
-        return self._set_timeout(held, option, left_ns)
-
-    @staticmethod
-    def _set_timeout(held: socket.socket, option: int, wait_ns: int) -> int:
-        wait_ns = max(wait_ns, _TIMEOUT_NS_MIN)
-        held.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(wait_ns // SECOND_NS, wait_ns % SECOND_NS // 1000))
-        return wait_ns
+        return set_timeout(held, option, left_ns)
 
     def _require_socket(self) -> socket.socket:
         if self._socket is None:
@@ -601,14 +592,3 @@ class Connection:
         """The peer did what the protocol forbids: nothing more from this connection can be trusted."""
         self._session.close()
         return Unavailable(f"node at {self._address} broke the protocol: {error}")
-
-
-def _first_bytes(buffers: list[memoryview], length_bytes: int) -> list[memoryview]:
-    """The first `length_bytes` of the buffers, which have more."""
-    first = []
-    for view in buffers:
-        first.append(view[:length_bytes] if len(view) > length_bytes else view)
-        length_bytes -= len(first[-1])
-        if not length_bytes:
-            break
-    return first

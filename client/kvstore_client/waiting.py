@@ -1,0 +1,30 @@
+"""Letting the kernel wait: timeouts of a socket, and how much to wait for at a time."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Final
+
+from kvstore.limits import SECOND_NS
+
+_TIMEVAL = struct.Struct("@ll")
+_TIMEOUT_NS_MIN: Final = 1_000_000  # a timeout of 0 would mean none
+
+
+def set_timeout(held: socket.socket, option: int, wait_ns: int) -> int:
+    """Sets SO_RCVTIMEO or SO_SNDTIMEO, to 1 ms at least; returns what was set, in ns."""
+    wait_ns = max(wait_ns, _TIMEOUT_NS_MIN)
+    held.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(wait_ns // SECOND_NS, wait_ns % SECOND_NS // 1000))
+    return wait_ns
+
+
+def first_bytes(buffers: list[memoryview], length_bytes: int) -> list[memoryview]:
+    """The first `length_bytes` of the buffers, which have more."""
+    first = []
+    for view in buffers:
+        first.append(view[:length_bytes] if len(view) > length_bytes else view)
+        length_bytes -= len(first[-1])
+        if not length_bytes:
+            break
+    return first
