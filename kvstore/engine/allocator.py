@@ -55,6 +55,7 @@ class Allocator:
         segments_max: segments that may have space on the drive: all within the capacity, fewer while the file system
             is full.
         move_pages: room of the open segment that only records moved out of a victim may take.
+        moving: a victim's records are on their way into that room.
         spare_pages: how much that is while no segment is free.
     """
 
@@ -67,6 +68,7 @@ class Allocator:
         self.next_generation = next_generation
         self.segments_max = table.count
         self.move_pages = 0
+        self.moving = False
         self.spare_pages = 0
         # All commits of open and closing segments must fit the log beside tombstones and namespaces.
         self._entries_max = max(int(log_half_bytes // PAGE_BYTES * LOG_SHARE_COMMITS), 1) * COMMITS_PER_BLOCK
@@ -86,7 +88,9 @@ class Allocator:
         target = self.open
         if target is None or target.failed or self._entries_logged() >= self._entries_max:
             return None
-        if target.room_pages(self.table.segment_pages) - (0 if moving else self.move_pages) < pages:
+        # A put longer than what the spare room leaves would never find a place, however much is evicted for it.
+        kept = 0 if moving or (target.untouched and not self.moving) else self.move_pages
+        if target.room_pages(self.table.segment_pages) - kept < pages:
             return None
         page = target.next_page
         target.next_page = page + pages
@@ -120,14 +124,15 @@ class Allocator:
             self.table.set_state(self.open.segment, SegmentState.CLOSING)
             self.closing.append(self.open)
             self.open = None
-            self.move_pages = 0
+            if not self.moving:
+                self.move_pages = 0
 
     def open_next(self) -> OpenSegment | None:
         """Begin a new segment in place of the open one; None when none is free, or too many are closing.
 
         The caller writes its header page.
         """
-        if self.open is not None and self.crowded:
+        if self.open is not None and (self.crowded or (self.open.untouched and not self.open.failed)):
             return None
         segment = self._free_segment()
         if segment is None:
@@ -138,7 +143,8 @@ class Allocator:
         self.table.set_state(segment, SegmentState.OPEN)
         self.table.generation[segment] = target.generation
         self.open = target
-        self.keep_spare_room()
+        if not self.moving:
+            self.keep_spare_room()
         return target
 
     def keep_spare_room(self) -> None:

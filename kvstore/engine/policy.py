@@ -151,8 +151,9 @@ def choose_victim(scores: SegmentScores, candidates: I64) -> int | None:
 def records_to_keep(locations: U64, ticks: U32, pinned: Bools, *, eviction_tick: float, budget_bytes: int) -> I64:
     """Which live records of a victim are written again elsewhere.
 
-    Pinned records stay whatever they cost. Others stay if they were accessed after `eviction_tick`, heads first (a
-    prefix without its head is worth nothing), while the budget lasts.
+    Pinned records all stay: a victim with more of them than `WriteBudget.affords` is not evicted. Others stay if they
+    were accessed after `eviction_tick`, heads first (a prefix without its head is worth nothing), while the budget
+    lasts.
 
     Args:
         locations, ticks, pinned: shape [n], of the victim's live records.
@@ -206,13 +207,17 @@ class WriteBudget:
         """What may be re-inserted now."""
         return max(0, int(self._allowance))
 
+    def affords(self, moved_bytes: int, *, gained_bytes: int) -> bool:
+        """Whether so much may be re-inserted for room that puts will fill: what they will write counts beforehand."""
+        return moved_bytes <= self._allowance + gained_bytes * self._share
+
     def wrote(self, length_bytes: int) -> None:
         """A put wrote so many bytes (padded, with its header)."""
         self.user_bytes += length_bytes
         self._allowance = min(self._allowance + length_bytes * self._share, self._saved_max)
 
     def moved(self, length_bytes: int) -> None:
-        """So many bytes were re-inserted; pinned ones may have gone beyond the allowance."""
+        """So many bytes were re-inserted; pinned ones may have gone beyond the allowance, see `affords`."""
         self.moved_bytes += length_bytes
         self._allowance -= length_bytes
 

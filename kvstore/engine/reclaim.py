@@ -25,7 +25,7 @@ from kvstore.engine.sealed import read_index
 from kvstore.engine.segment import SegmentState, SegmentTable, namespace_key
 from kvstore.engine.soundness import why_unsound
 from kvstore.engine.writer import MemorySide
-from kvstore.limits import DEVICE_IO_BYTES_MAX, MOVES_IN_FLIGHT_MAX, PAGE_BYTES
+from kvstore.limits import DEVICE_IO_BYTES_MAX, MOVE_SHARE_MAX, MOVES_IN_FLIGHT_MAX, PAGE_BYTES
 from kvstore.telemetry.metrics import EngineMetrics
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import Refused
@@ -91,7 +91,8 @@ class Reclaimer:
 
     Attributes:
         running: an eviction is in progress.
-        avoid: segments that hold more pinned bytes than could be moved when they were tried.
+        avoid: segments that hold more pinned bytes than could be moved when they were tried. Forgotten by `candidates`
+            when nothing else is left and less is pinned, and by the store every so often, since the budget grows.
         budget: what re-insertion may write.
     """
 
@@ -118,18 +119,26 @@ class Reclaimer:
         self._metrics = metrics
         self.running = False
         self.avoid: set[int] = set()
+        self._avoided_pinned_bytes = 0
 
     def candidates(self) -> I64:
         """Segments that may be evicted, the oldest first."""
         sealed = self._table.in_state(SegmentState.SEALED)
-        return sealed[~np.isin(sealed, list(self.avoid))] if self.avoid else sealed
+        if not self.avoid:
+            return sealed
+        others = sealed[~np.isin(sealed, list(self.avoid))]
+        if len(others) or self._ledger.catalog.pinned_bytes >= self._avoided_pinned_bytes:
+            return others
+        self.avoid.clear()
+        self._avoided_pinned_bytes = 0
+        return sealed
 
     def choose(self) -> int | None:
         """The segment that goes next, by policy; None where there is none."""
         return choose_victim(self._ledger.catalog.scores, self.candidates())
 
     def evict(self, victim: int) -> Steps[None]:
-        """Free one segment, unless more of it is pinned than there is room to move: then it is avoided for a while."""
+        """Free one segment, unless moving what is pinned in it does not pay: then it is avoided for a while."""
         self.running = True
         candidates = self.candidates()
         tick = eviction_tick(self._ledger.catalog.scores, victim, candidates) if len(candidates) else 0.0
@@ -139,6 +148,7 @@ class Reclaimer:
         order = self._worthy(entries, locations, tick)
         if order is None:
             self.avoid.add(victim)
+            self._avoided_pinned_bytes = max(self._avoided_pinned_bytes, self._ledger.catalog.pinned_bytes)
             self._table.set_state(victim, SegmentState.SEALED)
         else:
             yield from self._move_all(victim, entries, locations, order)
@@ -149,7 +159,7 @@ class Reclaimer:
 
     # --- what stays ---------------------------------------------------------------------------------------------------
     def _worthy(self, entries: Entries, locations: U64, tick: float) -> I64 | None:
-        """Positions of the records that are written again, in order; None if pinned ones do not fit."""
+        """Positions of the records that are written again, in order; None if pinned ones make it not worth while."""
         keys = entry_keys(entries)
         catalog = self._ledger.catalog
         spaces = entry_spaces(entries)
@@ -157,7 +167,7 @@ class Reclaimer:
         pinned = catalog.pinned(keys[valid])
         room = self._allocator.open_room_pages()
         sizes = entries["pages"].astype(np.int64)
-        if int(sizes[valid[pinned]].sum()) > room:
+        if not self._pays(int(sizes[valid[pinned]].sum()), room):
             return None
         order = valid[
             records_to_keep(
@@ -170,10 +180,25 @@ class Reclaimer:
         ]
         return order[np.cumsum(sizes[order]) <= room]
 
+    def _pays(self, pinned_pages: int, room_pages: int) -> bool:
+        """Whether moving so much that is pinned gains room, and few enough bytes are written for it.
+
+        Of a record longer than half a segment one fits each: moved, it takes as much of the drive as before.
+        """
+        if not pinned_pages:
+            return True
+        gained_pages = self._table.segment_pages - pinned_pages
+        return (
+            pinned_pages <= room_pages
+            and pinned_pages <= self._table.segment_pages * MOVE_SHARE_MAX
+            and self.budget.affords(pinned_pages * PAGE_BYTES, gained_bytes=gained_pages * PAGE_BYTES)
+        )
+
     def _move_all(self, victim: int, entries: Entries, locations: U64, order: I64) -> Steps[None]:
         """Write records again, a few at a time."""
         sizes = entries["pages"].astype(np.int64)
         at = 0
+        self._allocator.moving = True
         while at < len(order):
             end = at + 1
             while end < len(order) and end - at < MOVES_IN_FLIGHT_MAX:
@@ -184,6 +209,7 @@ class Reclaimer:
             self._allocator.move_pages = int(sizes[order[at:]].sum())
             yield gather([self._move(victim, entries[one : one + 1], int(locations[one])) for one in batch])
             at = end
+        self._allocator.moving = False
         self._allocator.move_pages = 0
 
     def _move(self, victim: int, entry: Entries, location: int) -> Steps[None]:

@@ -67,6 +67,11 @@ class OpenSegment:
         self._entries = bytearray()
         self._parked: list[Callable[[], None]] = []
 
+    @property
+    def untouched(self) -> bool:
+        """No record has room here yet."""
+        return self.next_page == 1
+
     def room_pages(self, segment_pages: int) -> int:
         """Pages that one more record may have: what is left beside the index and footer that sealing will write."""
         index = index_block_count(self.entry_count + self.outstanding + 1)

@@ -31,6 +31,7 @@ from kvstore.engine.writer import MemorySide, Writer
 from kvstore.limits import (
     LOG_SHARE_MANIFESTS,
     LOG_SHARE_TOMBSTONES,
+    MOVE_SHARE_MAX,
     MOVE_SHARE_OF_SEGMENT,
     MS_NS,
     OWNER_SWEEP_NS,
@@ -348,7 +349,7 @@ class Store:
         pinned = self.ledger.catalog.pinned_bytes
         if pinned:
             # A victim has its share of pinned records, all of which must find room.
-            share += min(pinned / (self.table.count * self.table.segment_bytes) * 1.25, 0.75 - share)
+            share += min(pinned / (self.table.count * self.table.segment_bytes) * 1.25, MOVE_SHARE_MAX - share)
         return int(self.table.segment_pages * share)
 
     def _make_a_candidate(self) -> None:
@@ -361,6 +362,13 @@ class Store:
             allocator.close_open()
             if target.outstanding == 0:
                 self._seal(target)
+            return
+        if self.reclaimer.avoid:
+            why = (
+                f"{self.ledger.catalog.pinned_bytes} bytes are pinned, and moving them for room would write more than "
+                "the bound allows; put it again when pins have ended, pin less, or raise the capacity"
+            )
+            self.writer.refuse_backlog(Refused(RefusedReason.NO_SPACE, why))
             return
         self.writer.refuse_backlog(
             Refused(

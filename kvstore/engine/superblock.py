@@ -26,6 +26,7 @@ from kvstore.limits import (
     SEGMENT_BYTES_MAX,
     SEGMENT_BYTES_MIN,
     SEGMENT_BYTES_SMALL,
+    SEGMENT_HEADERS_STEP_BYTES,
     SEGMENTS_MAX,
     SEGMENTS_ON_DRIVE_MIN,
     KiB,
@@ -46,10 +47,15 @@ class SuperblockFound:
 def default_segment_bytes(capacity_bytes: int) -> int:
     """A 64th of the capacity, of a small drive up to a 32nd to reach SEGMENT_BYTES_SMALL, within limits.py's bounds.
 
-    Each eviction costs milliseconds, and the rest that no record fits is lost: of 8 MiB an eighth with 1 MiB chunks.
+    Each eviction costs milliseconds, and the rest that no record fits is lost: of 4 MiB a quarter with 1 MiB chunks, if
+    not for the headers: so a page a MiB, and three of the segment itself, are added.
     """
-    wanted = max(capacity_bytes // 64, min(capacity_bytes // 32, SEGMENT_BYTES_SMALL))
-    return min(max(wanted // PAGE_BYTES * PAGE_BYTES, SEGMENT_BYTES_MIN), SEGMENT_BYTES_MAX)
+    wanted = max(capacity_bytes // 64, min(capacity_bytes // 32, SEGMENT_BYTES_SMALL)) // PAGE_BYTES * PAGE_BYTES
+    if wanted <= SEGMENT_BYTES_MIN:
+        return SEGMENT_BYTES_MIN
+    headers = (wanted // MiB + 3) * PAGE_BYTES
+    steps = -(-headers // SEGMENT_HEADERS_STEP_BYTES)
+    return min(wanted + steps * SEGMENT_HEADERS_STEP_BYTES, SEGMENT_BYTES_MAX)
 
 
 def plan_superblock(

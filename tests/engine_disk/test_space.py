@@ -56,9 +56,10 @@ def test_85_percent_of_the_capacity_can_be_live(capacity_bytes: int, segment_byt
 
 def test_default_segments() -> None:
     assert default_segment_bytes(16 * MiB) == 1 * MiB
-    assert default_segment_bytes(512 * MiB) == 16 * MiB, "a small drive has larger shares"
-    assert default_segment_bytes(1 * GiB) == 32 * MiB
-    assert default_segment_bytes(8 * GiB) == 128 * MiB
+    assert default_segment_bytes(128 * MiB) == 4 * MiB + 64 * KiB, "headers come on top"
+    assert default_segment_bytes(512 * MiB) == 16 * MiB + 128 * KiB, "a small drive has larger shares"
+    assert default_segment_bytes(1 * GiB) == 32 * MiB + 192 * KiB
+    assert default_segment_bytes(8 * GiB) == 128 * MiB + 576 * KiB
     assert default_segment_bytes(1024 * GiB) == 1 * GiB
     assert payload_bytes_max(1 * GiB) == 64 * MiB
     assert payload_bytes_max(1 * MiB) == 1 * MiB - 16 * KiB
