@@ -26,7 +26,7 @@ from kvstore_client.process import ProcessState
 from kvstore_client.ranges import Ranges
 from kvstore_client.read_shape import incoming_records
 from kvstore_client.read_verbs import MatchAnswer
-from kvstore_client.regions import Item, allocate
+from kvstore_client.regions import Item, allocate, refuse_repeated
 from kvstore_client.rounds import Verb, refresh_view
 from kvstore_client.stats import Counters
 from kvstore_client.write_verbs import StoreRequest
@@ -162,6 +162,7 @@ class AsyncNamespace(NamespaceKeys):
         if soft_deadline is not None:
             until_ns = min(until_ns, self._deadline_ns(soft_deadline))
         chain = as_chain(keys)
+        refuse_repeated(buffers)
         shape = self._shape(len(chain), shards=shards, part=part, layers=layers, ranges=ranges)
         rows = incoming_records(shape, buffers, content_ids, key_count=len(chain))
         results = await session.driver.run(

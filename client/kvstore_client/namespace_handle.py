@@ -22,7 +22,7 @@ from kvstore_client.planner import Keys, all_record_keys, as_chain
 from kvstore_client.ranges import Ranges
 from kvstore_client.read_shape import ReadShape, incoming_records, shape_of
 from kvstore_client.read_verbs import PinHold
-from kvstore_client.regions import Item
+from kvstore_client.regions import Item, refuse_repeated
 from kvstore_client.straight import plain_views, read_straight
 from kvstore_client.write_verbs import StoreRequest
 from kvstore_client.writer import Session, Writer
@@ -188,7 +188,7 @@ class BoundNamespace(NamespaceKeys):
             One Hit or Miss per key, in order.
 
         Raises:
-            InvalidRequest: Memory that is read-only or of the wrong length (item, got and needed are named), ranges
+            InvalidRequest: Memory that is read-only, given twice or of the wrong length (the item is named), ranges
                 outside the record, unknown shards or parts. Nothing was sent then.
         """
         quick: Begun | int = 0
@@ -214,6 +214,7 @@ class BoundNamespace(NamespaceKeys):
             soft_ns = self._deadline_ns(soft_deadline)
             is_soft, until_ns = soft_ns < until_ns, min(soft_ns, until_ns)
         chain = as_chain(keys)
+        refuse_repeated(buffers)
         shape = self._shape(len(chain), shards=shards, part=part, layers=layers, ranges=ranges)
         if begun is None and shape is self._whole_shape and content_ids is None and not accept_pending:
             outcome = self._read_straight(session, chain, buffers, until_ns)

@@ -187,10 +187,13 @@ def test_deadlines_breaks_and_restarts(node, opaque) -> None:
                 return False
 
             node.script = stall
-            assert await ns.get_into(keys, [bytearray(SIZE)] * 4, soft_deadline=0.1) == [Miss(MissReason.DEADLINE)] * 4
+            assert (
+                await ns.get_into(keys, [bytearray(SIZE) for _ in range(4)], soft_deadline=0.1)
+                == [Miss(MissReason.DEADLINE)] * 4
+            )
             hold.set()
             node.stop()
-            assert set(await ns.get_into(keys, [bytearray(SIZE)] * 4)) == {Miss(MissReason.UNAVAILABLE)}
+            assert set(await ns.get_into(keys, [bytearray(SIZE) for _ in range(4)])) == {Miss(MissReason.UNAVAILABLE)}
         with pytest.raises(Unavailable):
             await AsyncKVClient.connect(node.address)
 

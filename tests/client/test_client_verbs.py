@@ -168,6 +168,18 @@ def test_keys_that_are_none_are_refused_by_name(client, opaque, keys) -> None:
         client.namespace(opaque).get_into(keys, [bytearray(1)])
 
 
+def test_one_memory_for_several_items_is_refused(client, opaque, node) -> None:
+    ns = client.namespace(opaque)
+    keys = ns.keys(TOKENS[:48])
+    ns.put(keys, [b"a", b"b", b"c"])
+    before = len(node.calls)
+    for memory in (bytearray(1), np.zeros(1, np.uint8), memoryview(bytearray(1))):
+        with pytest.raises(InvalidRequest, match="item 2 is the same memory as item 0"):
+            ns.get_into(keys, [memory, bytearray(1), memory])
+    assert len(node.calls) == before
+    assert isinstance(ns.get_into(keys, [(), (), ()])[0], Miss)  # nothing to overwrite, and nothing fits
+
+
 def test_an_address_with_a_scheme_is_refused_with_the_form() -> None:
     with pytest.raises(InvalidRequest, match=r"is not host:port .* without a scheme"):
         KVClient.connect("http://127.0.0.1:7400")
@@ -185,7 +197,7 @@ def test_a_put_to_a_node_without_targets_says_that_it_recovers(client, opaque, n
 @pytest.mark.parametrize(
     ("buffers", "message"),
     [
-        ([bytearray(49_152 // 2 + 1536)] * 2, None),
+        ([bytearray(26_112), bytearray(26_112)], None),
         ([bytearray(26_112), bytearray(26_111)], "item 1 has 26111 bytes in 1 fragments, 26112 are needed"),
         ([bytearray(26_112), [bytearray(26_112), bytearray(1)]], "item 1 has 26113 bytes in 2 fragments"),
         ([bytearray(26_112), bytes(26_112)], "item 1 is read-only"),
@@ -394,8 +406,8 @@ def test_hits_are_counted_on_lookups(client, opaque) -> None:
             with ns.match(keys):
                 pass
     ns.contains(full)
-    ns.get_into(none, [bytearray(1)] * 4)
-    ns.get_into(full, [bytearray(1)] * 4)
+    ns.get_into(none, [bytearray(1) for _ in range(4)])
+    ns.get_into(full, [bytearray(1) for _ in range(4)])
     stats = client.stats()
     assert (stats["lookup_keys_hit"], stats["lookup_keys_asked"]) == (20, 40)
     assert (stats["load_items"], stats["load_hits"], stats["load_misses.absent"]) == (8, 4, 4)
