@@ -43,7 +43,13 @@ def test_live_bytes_equal_the_sum_of_valid_records(steps: list[tuple[str, list[i
         elif verb == "touch":
             catalog.touch_keys(keys_of(names), tick)
         elif verb == "move":
-            new = np.array(fresh[: len(distinct)], dtype=np.uint64)
+            # A copy is as long as its original.
+            lengths = [location_pages(model[name]) if name in model else size for name in distinct]
+            places = [
+                pack_location(segment=at % SEGMENTS, page=tick * 50 + at, pages=pages, depth=at)
+                for at, pages in enumerate(lengths)
+            ]
+            new = np.array(places, dtype=np.uint64)
             moved = catalog.move(keys_of(distinct), old=at, new=new)
             for name, did, place in zip(distinct, moved.tolist(), new.tolist(), strict=True):
                 assert did == (name in model)
