@@ -187,8 +187,9 @@ def _check_drives(settings: NodeSettings) -> None:
     if len(set(map(os.path.abspath, settings.data_dir))) < count:
         raise ValueError(f"data_dir {','.join(settings.data_dir)} names one folder twice; name each once")
     if settings.capacity_each_bytes < CAPACITY_BYTES_MIN:
+        each = "the data dir" if count == 1 else f"each of {count} data dirs"
         raise ValueError(
-            f"capacity {format_size(settings.capacity)} gives each of {count} data dirs "
+            f"capacity {format_size(settings.capacity)} gives {each} "
             f"{format_size(settings.capacity_each_bytes)}, at least {format_size(CAPACITY_BYTES_MIN)}; "
             f"set capacity to {format_size(CAPACITY_BYTES_MIN * count)} or more"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -44,7 +45,8 @@ def main() -> None:
     try:
         app()
     except KVStoreError as error:
-        print(f"kvstore: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"kvstore: {line}", file=sys.stderr)
         sys.exit(_exit_status(error))
     except KeyboardInterrupt:
         sys.exit(130)
@@ -54,6 +56,21 @@ def _exit_status(error: KVStoreError) -> int:
     if isinstance(error, InvalidRequest):
         return EXIT_INVALID
     return EXIT_UNAVAILABLE if isinstance(error, Retryable) else EXIT_FAILED
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version, and end.")
+    ] = False,
+) -> None:
+    """A disaggregated KVCache store: chunks of KV of large language models, on SSD nodes."""
 
 
 @app.command()
@@ -70,7 +87,7 @@ def serve(
     ready_file: Annotated[str | None, typer.Option(help="Written as JSON once the node serves.")] = None,
     cluster: Annotated[str | None, typer.Option(help="Cluster store; empty is a node on its own.")] = None,
     node_id: Annotated[str | None, typer.Option(help="Name of the node. [chosen at the first start]")] = None,
-    transport: Annotated[str | None, typer.Option(help="tcp, auto or rdma. [auto]")] = None,
+    transport: Annotated[str | None, typer.Option(help="tcp or auto. [auto]")] = None,
     device: Annotated[str | None, typer.Option(help="auto, uring or threads. [auto]")] = None,
     queue_depth: Annotated[str | None, typer.Option(help="Operations in flight for each drive. [32]")] = None,
     segment_bytes: Annotated[str | None, typer.Option(help="Segment of a new drive; 0 is by capacity. [0]")] = None,
@@ -153,7 +170,7 @@ def explain(
     node: Node = _NODE_DEFAULT,
     tenant: Annotated[str, typer.Option(help="Whose data; an explanation stays within one tenant.")] = "default",
     tokens: Annotated[str, typer.Option(help="Token ids, comma-separated, or @FILE with ids in it.")] = "",
-    namespace: Annotated[str, typer.Option(help="Digest of the namespace, in hex.")] = "",
+    namespace: Annotated[str, typer.Option(help="Digest of the namespace, in hex, or its beginning.")] = "",
     manifest: Annotated[str | None, typer.Option(help="File with Namespace.manifest() of what you use.")] = None,
     model: Annotated[str, typer.Option(help="Model that you use.")] = "",
     weights: Annotated[str, typer.Option(help="Weights fingerprint that you use.")] = "",
@@ -172,9 +189,9 @@ def explain(
     from kvstore.cli.screen import Screen
     from kvstore.server.report import Question
 
+    _check_hex(namespace, "--namespace")
     question = Question(
         tenant=tenant,
-        namespace=_digest(namespace, "--namespace") if namespace else b"",
         manifest=_file(manifest, "--manifest") if manifest else b"",
         model=model,
         weights=weights,
@@ -185,6 +202,8 @@ def explain(
         tokens=_tokens(tokens),
     )
     with _client(node, timeout) as client:
+        if namespace:
+            question = replace(question, namespace=_whole_digest(client, tenant, namespace.lower()))
         answer = client.explain(question)
     if as_json:
         print(json_text(answer))
@@ -255,6 +274,9 @@ def _client(node: str, timeout: str) -> ControlClient:
     from kvstore.server.grpc_edge.client import ControlClient
     from kvstore.settings import parse_duration
 
+    host, _, port = node.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        raise InvalidRequest(f"--node is {node[:200]!r}; give host:port of its control plane, such as {_NODE_DEFAULT}")
     deadline_ns = _parsed(parse_duration, timeout, "--timeout")
     if not 0 < deadline_ns <= 3600 * SECOND_NS:
         raise InvalidRequest(f"--timeout is {timeout}; give more than nothing and at most 1h")
@@ -283,6 +305,33 @@ def _digest(text: str, what: str) -> bytes:
     if len(digest) != DIGEST_BYTES:
         raise InvalidRequest(f"{what} is {text[:80]!r}; give the {2 * DIGEST_BYTES} hex characters of a digest")
     return digest
+
+
+def _check_hex(text: str, option: str) -> None:
+    if len(text) > 2 * DIGEST_BYTES or not set(text.lower()) <= set("0123456789abcdef"):
+        raise InvalidRequest(
+            f"{option} is {text[:80]!r}; give the {2 * DIGEST_BYTES} hex characters of a digest, or how it begins"
+        )
+
+
+def _whole_digest(client: ControlClient, tenant: str, beginning: str) -> bytes:
+    """The digest of the one namespace of the tenant that begins so."""
+    if len(beginning) == 2 * DIGEST_BYTES:
+        return bytes.fromhex(beginning)
+    found: list[bytes] = []
+    after = b""
+    while True:
+        page = client.namespaces(tenant, after=after)
+        found += [item.digest for item in page.namespaces if item.digest.hex().startswith(beginning)]
+        after = page.next
+        if not after:
+            break
+    if len(found) != 1:
+        words = "no namespace" if not found else f"{len(found)} namespaces"
+        raise InvalidRequest(
+            f"--namespace {beginning}: {words} of tenant {tenant!r} begins so; `kvstore namespaces` lists them"
+        )
+    return found[0]
 
 
 def _file(path: str, option: str) -> bytes:

@@ -10,9 +10,8 @@ from typing import Any
 
 from kvstore.cli.screen import Screen
 from kvstore.cluster.view import View
-from kvstore.limits import SECOND_NS
 from kvstore.server.report import Answer, KeyAnswer, NamespaceAnswer, NamespacePage, NodeReport
-from kvstore.server.summary import summary_lines, words_of_seconds
+from kvstore.server.summary import summary_lines
 
 _DIGEST_CHARACTERS = 16
 _KEYS_SHOWN_MAX = 20
@@ -88,5 +87,4 @@ def _show_namespace_answer(screen: Screen, answer: NamespaceAnswer) -> None:
 
 
 def _key_row(at: int, key: KeyAnswer) -> tuple[str, str, str, str]:
-    ago = f" ({words_of_seconds(key.ago_ns / SECOND_NS)} ago)" if key.ago_ns else ""
-    return str(at), key.key.hex()[:_DIGEST_CHARACTERS], key.status, key.text + ago
+    return str(at), key.key.hex()[:_DIGEST_CHARACTERS], key.status, key.text

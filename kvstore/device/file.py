@@ -86,7 +86,10 @@ class DataFile:
                 self._grow(wanted_bytes)
         self.size_bytes = wanted_bytes or present - present % ALIGNMENT_BYTES
         if self.size_bytes == 0:
-            raise InvalidRequest(f"{self.path} is empty and no capacity was given; set the capacity")
+            raise InvalidRequest(
+                f"{self.path} has {present} bytes, less than a block of {ALIGNMENT_BYTES}, and no capacity was given; "
+                "set the capacity, or name the file of a node"
+            )
 
     def _grow(self, wanted_bytes: int) -> None:
         try:

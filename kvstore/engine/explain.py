@@ -57,7 +57,9 @@ def gone(event: Event, *, ago_ticks: int) -> KeyFate:
 
 def unknown(*, remembered: int) -> KeyFate:
     """Nothing is known of it."""
-    text = f"never written here, or gone before the last {remembered} events that this drive remembers"
+    text = "never written here"
+    if remembered:
+        text += f", or gone before the last {remembered} event{'s' if remembered > 1 else ''} that this drive remembers"
     return KeyFate(status=MissReason.ABSENT, text=text, ago_ns=0)
 
 

@@ -81,10 +81,10 @@ def _open(path: str, settings: EngineSettings) -> DriveEngine:
         raise Unavailable(f"drive {path} cannot be opened: {error.strerror or error}; check the device") from None
     mode = engine.device.mode
     log.info(
-        "%s: %d records recovered in %.2f s; %s (%s), capacity %d MiB",
+        "%s: opened in %.2f s (device, memory, recovery), %d records; %s (%s), capacity %d MiB",
         path,
-        len(engine.catalog.index),
         (time.monotonic_ns() - began_ns) / SECOND_NS,
+        len(engine.catalog.index),
         mode.name,
         mode.reason,
         engine.store.superblock.capacity_bytes // MiB,

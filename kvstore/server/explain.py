@@ -35,7 +35,7 @@ async def explain(question: Question, namespaces: Sequence[NamespaceReport], ask
     known = next((namespace for namespace in namespaces if namespace.digest == digest), None)
     if known is not None:
         answer = NamespaceAnswer(namespace=known, differences=(), keys=await _ask_keys(question, known, ask))
-        return Answer(summary=_summary_of_known(answer), namespace_known=True, namespaces=(answer,))
+        return Answer(summary=_summary_of_known(question, answer), namespace_known=True, namespaces=(answer,))
     ranked = [(_differences(question, asked, namespace), namespace) for namespace in namespaces]
     ranked.sort(key=lambda pair: len(pair[0]))
     answers = tuple(
@@ -168,22 +168,32 @@ def _chunk_digests(question: Question, namespace: bytes, layout: KVLayout) -> by
     return KeyChain.from_tokens(namespace, question.tokens, chunk_tokens=layout.chunk_tokens).digests
 
 
-def _summary_of_known(answer: NamespaceAnswer) -> str:
+def _summary_of_known(question: Question, answer: NamespaceAnswer) -> str:
     before = (
         "; the namespace was dropped before, which hid what was stored until then" if answer.namespace.dropped else ""
     )
+    if not answer.keys and question.tokens:
+        return _words_of_few_tokens(question, answer.namespace) + before
     if not answer.keys:
         return f"the namespace is known here; pass tokens or keys to learn what became of them{before}"
     missing = any(key.status != _HIT for key in answer.keys)
     return _summary_of_keys(answer.keys) + (before if missing else "")
 
 
+def _words_of_few_tokens(question: Question, namespace: NamespaceReport) -> str:
+    chunk_tokens = Manifest.decode(namespace.manifest).layout.chunk_tokens
+    given = "1 token makes" if len(question.tokens) == 1 else f"{len(question.tokens)} tokens make"
+    return f"{given} no chunk: a chunk of this namespace has {chunk_tokens} tokens, and only full ones are stored"
+
+
 def _summary_of_keys(keys: Sequence[KeyAnswer]) -> str:
     misses = [(at, key) for at, key in enumerate(keys) if key.status != _HIT]
     if not misses:
-        return f"all {len(keys)} chunks are stored: a lookup now is a hit"
+        stored = "the 1 chunk is" if len(keys) == 1 else f"all {len(keys)} chunks are"
+        return f"{stored} stored: a lookup now is a hit"
     at, first = misses[0]
-    stored = f"{len(keys) - len(misses)} of {len(keys)} chunks are stored"
+    chunks = "chunk is" if len(keys) == 1 else "chunks are"
+    stored = f"{len(keys) - len(misses)} of {len(keys)} {chunks} stored"
     return f"{stored}; the first miss is chunk {at}: {first.text or first.status}"
 
 
@@ -195,7 +205,10 @@ def _summary_of_unknown(question: Question, digest: bytes, answers: Sequence[Nam
         return "the namespace is not known here: nothing of it was ever written; its manifest would tell the difference"
     if nearest.differences:
         names = ", ".join(difference.field for difference in nearest.differences)
-        return f"never written under this namespace; the most alike stored one differs in: {names}"
+        others = ""
+        if any(key.status == _HIT for answer in answers for key in answer.keys):
+            others = "; the hits below are of other namespaces, which a lookup under yours does not see"
+        return f"never written under this namespace; the most alike stored one differs in: {names}{others}"
     speaking = next((answer for answer in answers if any(key.status != _NO_KEY for key in answer.keys)), nearest)
     return _summary_of_keys(speaking.keys) if speaking.keys else f"{_fitting(answers)} namespaces fit the given fields"
 

@@ -123,7 +123,8 @@ def _integrity(report: NodeReport) -> str:
     quarantined, scrubbed, bad = (
         number(report.numbers, "engine", name) for name in ("quarantined_records", "scrubbed_records", "scrub_errors")
     )
-    scrub = f"{scrubbed:.0f} scrubbed since the start, {bad:.0f} of them found bad"
+    progress = number(report.numbers, "engine", "scrub_progress")
+    scrub = f"{scrubbed:.0f} scrubbed since the start ({100 * progress:.0f} % of this round), {bad:.0f} found bad"
     return f"{words_of_count(quarantined, 'record')} quarantined, {scrub}"
 
 

@@ -15,6 +15,7 @@ from kvstore.cli.main import EXIT_INVALID, EXIT_UNAVAILABLE
 from kvstore.testing.serve_process import Ready, ServeProcess
 from kvstore.types.layout import KVLayout, Part
 from kvstore.types.namespace import Namespace
+from kvstore_client import KVClient
 
 MINE = Namespace(
     tenant="default",
@@ -48,6 +49,7 @@ def answer(ready: Ready, *arguments: str) -> str:
 
 def test_version_is_told() -> None:
     assert run_cli("version").stdout == f"{kvstore.__version__}\n"
+    assert run_cli("--version").stdout == f"{kvstore.__version__}\n"
     assert json.loads(run_cli("version", "--json").stdout) == {"version": kvstore.__version__}
 
 
@@ -141,7 +143,9 @@ def test_a_file_that_is_too_large_is_refused_not_cut(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("explain", "zz"), "64 hex characters"),
-        (("explain", "--namespace", "abcd"), "--namespace"),
+        (("explain", "--namespace", "xyz"), "or how it begins"),
+        (("status", "--node", "foo"), "give host:port"),
+        (("status", "--node", "http://foo:1"), "give host:port"),
         (("explain", "--layout", "abcd"), "--layout"),
         (("explain", "--tokens", "1,x"), "--tokens"),
         (("explain", "--tokens", "1,-5"), "-5"),
@@ -159,6 +163,31 @@ def test_what_is_typed_wrong_is_one_line_and_status_2(arguments: tuple[str, ...]
     assert words in done.stderr
     assert done.stderr.startswith("kvstore: ")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_namespace_may_be_named_by_its_beginning(ready: Ready) -> None:
+    with KVClient.connect(ready.data[0]) as client:
+        ns = client.namespace(MINE)
+        keys = ns.keys([1, 2, 3, 4])
+        ns.put(keys, [bytes(MINE.layout.chunk_bytes)])
+    beginning = MINE.digest.hex()[:16]
+    assert "the 1 chunk is stored" in answer(ready, "explain", "--namespace", beginning, "--tokens", "1,2,3,4")
+    few = answer(ready, "explain", "--namespace", beginning, "--tokens", "1,2,3")
+    assert "3 tokens make no chunk: a chunk of this namespace has 4 tokens" in few
+    other = answer(ready, "explain", "--model", "org/other", "--tokens", "1,2,3,4")
+    assert "the hits below are of other namespaces" in other
+    assert other.count(" ago") == 1
+    done = run_cli("explain", "--namespace", "00" * 8, "--node", ready.grpc)
+    assert done.returncode == EXIT_INVALID
+    assert "no namespace of tenant 'default' begin" in done.stderr
+
+
+def test_each_of_several_faults_is_a_line_of_ours(tmp_path: Path) -> None:
+    done = run_cli("serve", "--data-dir", str(tmp_path), "--capacity", "1GiB", "--transport", "x", "--device", "y")
+    assert done.returncode == EXIT_INVALID
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("kvstore: ") for line in lines)
 
 
 def test_an_unknown_command_or_flag_is_named() -> None:

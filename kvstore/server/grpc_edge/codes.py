@@ -54,6 +54,8 @@ def error_of(error: grpc.RpcError, address: str) -> errors.KVStoreError:
     status, details = error.code(), error.details() or ""
     if status is grpc.StatusCode.UNAVAILABLE and "onnect" in details:
         return errors.Unavailable(f"no kvstore node answers at {address}; is it running, and is this its gRPC address?")
+    if status is grpc.StatusCode.UNAVAILABLE and details.startswith("DNS resolution failed"):
+        return errors.Unavailable(f"the host of {address} is not known; is the name right?")
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(f"node {address} did not answer in time: {details}")
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
