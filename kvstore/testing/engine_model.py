@@ -75,7 +75,7 @@ class Known:
     Attributes:
         values: what a get may bring.
         durable: a put of it was acknowledged, and nothing has ended it since.
-        lost: `Subject.lost` when it became durable.
+        lost: `Subject.lost` before it was put.
     """
 
     values: set[bytes] = field(default_factory=set)
@@ -133,6 +133,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Put consecutive chunks of a chain."""
         numbers = [first + at for at in range(count) if first + at < KEYS]
         records = [(key_of(number), payload_of(number, variant, length)) for number in numbers]
+        lost = self.subject.lost()  # before: the first of a batch may be evicted for the last
         outcomes = self.driver.put(
             self.refs[space],
             records,
@@ -142,17 +143,18 @@ class EngineMachine(RuleBasedStateMachine):
             durability=Durability.POWER if power else Durability.COMMIT,
         )
         for number, (_, value), outcome in zip(numbers, records, outcomes, strict=True):
-            self._note_put((space, number), value, outcome)
+            self._note_put((space, number), value, outcome, lost)
 
     @rule(space=spaces, numbers=st.lists(key_numbers, min_size=1, max_size=6), length=lengths)
     def put_any(self, space: int, numbers: list[int], length: int) -> None:
         """Put keys in any order, some perhaps twice and then with other bytes."""
         records = [(key_of(number), payload_of(number, at, length)) for at, number in enumerate(numbers)]
+        lost = self.subject.lost()
         outcomes = self.driver.put(self.refs[space], records)
         # Of equal keys the one that was stored counts, whichever order the outcomes have.
         pairs = list(zip(numbers, records, outcomes, strict=True))
         for number, (_, value), outcome in sorted(pairs, key=lambda pair: isinstance(pair[2], Exists)):
-            self._note_put((space, number), value, outcome)
+            self._note_put((space, number), value, outcome, lost)
 
     @rule(space=spaces, count=st.integers(4, 12), length=st.sampled_from([150_000, 300_000]))
     def churn(self, space: int, count: int, length: int) -> None:
@@ -160,15 +162,16 @@ class EngineMachine(RuleBasedStateMachine):
         numbers = list(range(self.next_number, self.next_number + count))
         self.next_number += count
         records = [(key_of(number), payload_of(number, 0, length)) for number in numbers]
+        lost = self.subject.lost()
         outcomes = self.driver.put(self.refs[space], records, chain=True)
         for number, (_, value), outcome in zip(numbers, records, outcomes, strict=True):
-            self._note_put((space, number), value, outcome)
+            self._note_put((space, number), value, outcome, lost)
         self.get(space, numbers[-3:] + [number % KEYS for number in numbers[:3]])
 
-    def _note_put(self, slot: Slot, value: bytes, outcome: Outcome) -> None:
+    def _note_put(self, slot: Slot, value: bytes, outcome: Outcome, lost: int) -> None:
         known = self.model.setdefault(slot, Known())
         if isinstance(outcome, Stored):
-            self.model[slot] = Known(values={value}, durable=True, lost=self.subject.lost())
+            self.model[slot] = Known(values={value}, durable=True, lost=lost)
         elif isinstance(outcome, Exists):
             assert known.values, f"Exists for {slot}, which nobody has put"
         elif outcome.reason is RefusedReason.OUTCOME_UNKNOWN:
@@ -321,6 +324,7 @@ class EngineMachine(RuleBasedStateMachine):
     def restart(self, crash: bool, space: int, first: int, count: int, length: int, turns: int) -> None:
         """Start again, perhaps killed in the middle of puts."""
         started: list[tuple[Slot, bytes, list[Outcome]]] = []
+        lost = self.subject.lost()
         for number in range(first, min(first + count, KEYS)):
             value = payload_of(number, 9, length)
             spec = self.driver.spec(self.refs[space], key_of(number), value)
@@ -334,7 +338,7 @@ class EngineMachine(RuleBasedStateMachine):
                 sink.cancelled = True
         for slot, value, outcome in started:
             if outcome:
-                self._note_put(slot, value, outcome[0])
+                self._note_put(slot, value, outcome[0], lost)
             else:
                 self.model.setdefault(slot, Known()).values.add(value)
         self.open_reads.clear()
