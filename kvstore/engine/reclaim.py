@@ -1,7 +1,7 @@
 """Eviction, carried out: the victim's index is read, what is worth it is written again, the rest is forgotten.
 
-Order on the drive: copies, a sync, their commit records, a sync, then the victim's footer and header are erased, then
-it is free. A crash in between leaves either both copies (one is found) or the new one.
+Order on the drive: copies, a sync, their commit records, a sync, then the victim's footer and header are erased, a
+sync, then it is free. A crash in between leaves either both copies (one is found) or the new one.
 """
 
 from __future__ import annotations
@@ -264,6 +264,9 @@ class Reclaimer:
             op = IoOp(IoKind.WRITE, self._table.offset(victim, page), [empty], flow=FlowClass.BACKGROUND)
             failed = yield io(self._queue, [op])
             error = error or failed
+        if error is None:
+            # The next checkpoint leaves out the tombstones of what was here; a power cut must not bring it back then.
+            error = yield self._appender.sync
         if error is not None:
             self._table.set_state(victim, SegmentState.BAD)
             return

@@ -302,6 +302,11 @@ def test_a_power_cut_at_any_operation_never_gives_a_wrong_byte(seed: int, surviv
     assert crash_run(seed, survival, crashes=40) > 100
 
 
+def test_what_was_deleted_stays_away_though_an_erased_segment_comes_back() -> None:
+    """A segment erased but not synced came back with a power cut, when the checkpoint had let its tombstones go."""
+    assert crash_run(106, Survival.SOME, crashes=125) > 100
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("survival", list(Survival))
