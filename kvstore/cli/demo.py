@@ -7,6 +7,7 @@ share nothing but the node.
 from __future__ import annotations
 
 import importlib.util
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,8 @@ def run_demo(screen: Screen, *, synthetic: bool) -> int:
     Returns:
         0 when text and tokens with and without the store are identical and the prefix came back; else 1.
     """
+    # As Ctrl-C does, a polite end takes the node along, which has a process group of its own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         _need_model_packages(synthetic)
         with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as folder:

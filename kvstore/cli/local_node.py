@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -87,7 +88,8 @@ class LocalNode:
     def kill(self) -> None:
         """SIGKILL to every process of the node: nothing is flushed, nobody says goodbye."""
         process = self._take()
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it may have ended by itself
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
     def stop(self) -> int:
@@ -97,7 +99,8 @@ class LocalNode:
         try:
             return process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             return process.wait()
 
     def close(self) -> None:
