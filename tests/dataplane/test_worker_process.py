@@ -40,8 +40,10 @@ class Elsewhere(PlaneLab):
 
     def turn_until(self, is_done: Callable[[], bool]) -> None:
         while not is_done():
-            ready, _, _ = select.select([client.channel for client in self.watched], [], [], 20)
-            assert ready, "it never came"
+            channels = [client.channel for client in self.watched]
+            blocked = [channel for channel in channels if channel.pending_bytes]
+            readable, writable, _ = select.select(channels, blocked, [], 20)
+            assert readable or writable, "it never came"
 
     def turn(self, *, wait_ns: int = 0) -> None:
         """Nothing to turn here."""

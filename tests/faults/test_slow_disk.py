@@ -53,7 +53,7 @@ def test_the_estimate_of_a_slow_load_says_so(node: HurtNode) -> None:
             slow_s = match.load_seconds_estimate
         assert match.chunks == COUNT
         assert slow_s > 4 * quick_s, f"{slow_s} s estimated on the slow drive, {quick_s} s before"
-        assert slow_s > 1.0, f"{slow_s} s estimated for a load of 4 s"
+        assert slow_s > 0.4, f"{slow_s} s estimated for a load of 4 s, of which the last reads tell most"
 
 
 def test_a_hard_deadline_holds_on_a_slow_drive(node: HurtNode) -> None:
