@@ -47,13 +47,13 @@ def test_the_estimate_of_a_slow_load_says_so(node: HurtNode) -> None:
         with shelf.store.match(shelf.keys) as match:
             quick_s = match.load_seconds_estimate
         node.order(Order(bytes_per_s=SLOW_BYTES_PER_S))
-        for _ in range(3):
+        for _ in range(6):  # the estimate is a moving average: it has to see enough of the slow drive
             shelf.get(0, 16)
         with shelf.store.match(shelf.keys) as match:
             slow_s = match.load_seconds_estimate
         assert match.chunks == COUNT
         assert slow_s > 4 * quick_s, f"{slow_s} s estimated on the slow drive, {quick_s} s before"
-        assert slow_s > 0.4, f"{slow_s} s estimated for a load of 4 s, of which the last reads tell most"
+        assert slow_s > 1.0, f"{slow_s} s estimated for a load of 4 s"
 
 
 def test_a_hard_deadline_holds_on_a_slow_drive(node: HurtNode) -> None:
