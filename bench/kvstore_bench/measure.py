@@ -29,6 +29,19 @@ class Sample:
         return (self.cpu_client_ns + self.cpu_node_ns) / 1e9 / (self.work_bytes / GB)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """What the machine allows at this moment.
+
+    Attributes:
+        bytes_per_s: of the peer that only moves the bytes.
+        pair_cpu_s_per_gb: CPU of both sides of the raw pair of sockets, to judge our own CPU by.
+    """
+
+    bytes_per_s: float
+    pair_cpu_s_per_gb: float
+
+
 @dataclass(slots=True, kw_only=True)
 class Row:
     """One line of a report: what was measured, against which limit, and the targets it is judged by.
@@ -80,33 +93,36 @@ def timed(
 
 
 def interleaved(
-    pairs: int, ours: Callable[[], Sample], limit: Callable[[], float | None]
-) -> tuple[list[Sample], list[float]]:
-    """`pairs` times (ours, limit in bytes/s); pairs whose limit was stalled (None) are taken again, bounded."""
+    pairs: int, ours: Callable[[], Sample], limit: Callable[[], Limit | None]
+) -> tuple[list[Sample], list[Limit]]:
+    """`pairs` times (ours, limit); pairs whose limit was stalled (None) are taken again, bounded."""
     samples: list[Sample] = []
-    limits: list[float] = []
+    limits: list[Limit] = []
     for _ in range(pairs * 3):
         if len(samples) == pairs:
             break
-        ours_sample, limit_rate = ours(), limit()
-        if limit_rate is None:
+        ours_sample, found = ours(), limit()
+        if found is None:
             continue
         samples.append(ours_sample)
-        limits.append(limit_rate)
+        limits.append(found)
     if not samples:
         raise RuntimeError("the limit was stalled in every pair; measure again on a quieter machine")
     return samples, limits
 
 
-def ratio_details(samples: list[Sample], limits: list[float]) -> tuple[float, dict[str, float]]:
+def ratio_details(samples: list[Sample], limits: list[Limit]) -> tuple[float, dict[str, float]]:
     """Median per-pair ratio, and the figures behind it."""
-    ratios = [sample.work_bytes / sample.seconds / limit for sample, limit in zip(samples, limits, strict=True)]
+    pairs = list(zip(samples, limits, strict=True))
+    ratios = [sample.work_bytes / sample.seconds / limit.bytes_per_s for sample, limit in pairs]
     return statistics.median(ratios), {
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
         "gb_per_s": statistics.median(sample.gb_per_s for sample in samples),
-        "limit_gb_per_s": statistics.median(limits) / GB,
+        "limit_gb_per_s": statistics.median(limit.bytes_per_s for limit in limits) / GB,
         "cpu_s_per_gb": statistics.median(sample.cpu_s_per_gb for sample in samples),
+        "raw_pair_s_per_gb": statistics.median(limit.pair_cpu_s_per_gb for limit in limits),
+        "cpu_of_raw_pair": statistics.median(sample.cpu_s_per_gb / limit.pair_cpu_s_per_gb for sample, limit in pairs),
         "client_s_per_gb": statistics.median(sample.cpu_client_ns / sample.work_bytes for sample in samples),
         "node_s_per_gb": statistics.median(sample.cpu_node_ns / sample.work_bytes for sample in samples),
         "node_us_per_operation": statistics.median(sample.cpu_node_ns / 1e3 / sample.operations for sample in samples),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvstore.limits import GiB, KiB, MiB
 from kvstore.types.keys import KeyChain
-from kvstore_bench.measure import Row, Sample, interleaved, ratio_details, timed
+from kvstore_bench.measure import Limit, Row, Sample, interleaved, ratio_details, timed
 from kvstore_bench.peers import fio
 from kvstore_bench.peers.sockets import RawPair, touched
 from kvstore_bench.processes import Node, own_cpu_ns
@@ -126,13 +126,27 @@ def get_step(
     return step
 
 
-def limit_rate(step: Callable[[], None], work_bytes: int, seconds: float) -> float:
-    """Bytes per second of a limit's step."""
-    total, start = 0, time.perf_counter()
+def pair_limit(pair: RawPair, step: Callable[[], None], work_bytes: int, seconds: float) -> Limit:
+    """Rate and CPU of the raw pair, repeating `step`."""
+    total, cpu_ns, start = 0, own_cpu_ns() + pair.cpu_ns(), time.perf_counter()
     while (elapsed := time.perf_counter() - start) < seconds:
         step()
         total += work_bytes
-    return total / elapsed
+    cpu_ns = own_cpu_ns() + pair.cpu_ns() - cpu_ns
+    return Limit(bytes_per_s=total / elapsed, pair_cpu_s_per_gb=cpu_ns / total)
+
+
+def cpu_row(name: str, details: dict[str, float], must: float, aim: float | None) -> Row:
+    """CPU of client and node beside that of the raw pair, which moves the same bytes and does nothing else."""
+    return Row(
+        name=f"{name} CPU",
+        unit="s/GB",
+        value=details["cpu_s_per_gb"],
+        must=must,
+        aim=aim,
+        higher_is_better=False,
+        details={key: details[key] for key in ("raw_pair_s_per_gb", "cpu_of_raw_pair")},
+    )
 
 
 def shuffled_batches(keys: KeyChain, batch: int) -> list[KeyChain]:
@@ -156,22 +170,13 @@ def ram_get(bench: Bench, chunk_bytes: int, must: float, aim: float, cpu: tuple[
     samples, limits = interleaved(
         bench.effort.pairs,
         lambda: bench.sample(step, BATCH),
-        lambda: limit_rate(lambda: bench.pair.get(buffers), len(memory), bench.effort.seconds),
+        lambda: pair_limit(bench.pair, lambda: bench.pair.get(buffers), len(memory), bench.effort.seconds),
     )
     ratio, details = ratio_details(samples, limits)
     name = f"RAM get {chunk_bytes // KiB} KiB x{BATCH}"
     rows = [Row(name=name, unit="of raw pair", value=ratio, must=must, aim=aim, details=details)]
     if cpu is not None:
-        rows.append(
-            Row(
-                name=f"{name} CPU",
-                unit="s/GB",
-                value=details["cpu_s_per_gb"],
-                must=cpu[0],
-                aim=cpu[1],
-                higher_is_better=False,
-            )
-        )
+        rows.append(cpu_row(name, details, *cpu))
     return rows
 
 
@@ -188,7 +193,7 @@ def cold_get(bench: Bench, chunk_bytes: int, must: float, aim: float, cpu: tuple
     step = get_step(namespace, hashes_order, buffers, chunk_bytes)
     data_file = bench.node.data_dir / "kvstore.data"
 
-    def limit() -> float | None:
+    def limit() -> Limit | None:
         found = fio.random_read(
             data_file,
             block_bytes=chunk_bytes,
@@ -197,21 +202,17 @@ def cold_get(bench: Bench, chunk_bytes: int, must: float, aim: float, cpu: tuple
             size_bytes=bench.effort.cold_bytes // 2,
             seconds=max(1.0, bench.effort.seconds),
         )
-        return found.bytes_per_s if found else None
+        if found is None:
+            return None
+        pair = pair_limit(bench.pair, lambda: bench.pair.get(buffers), len(memory), bench.effort.seconds / 2)
+        return Limit(bytes_per_s=found.bytes_per_s, pair_cpu_s_per_gb=pair.pair_cpu_s_per_gb)
 
     samples, limits = interleaved(bench.effort.pairs, lambda: bench.sample(step, BATCH), limit)
     ratio, details = ratio_details(samples, limits)
     name = f"cold get {chunk_bytes // KiB} KiB x{BATCH}"
     return [
         Row(name=name, unit="of fio depth 32", value=ratio, must=must, aim=aim, details=details),
-        Row(
-            name=f"{name} CPU",
-            unit="s/GB",
-            value=details["cpu_s_per_gb"],
-            must=cpu[0],
-            aim=cpu[1],
-            higher_is_better=False,
-        ),
+        cpu_row(name, details, *cpu),
     ]
 
 
@@ -286,14 +287,14 @@ def durable_put(bench: Bench) -> list[Row]:
     samples, limits = interleaved(
         bench.effort.pairs,
         lambda: bench.sample(step, BATCH),
-        lambda: limit_rate(lambda: bench.pair.put(buffers), len(memory), bench.effort.seconds),
+        lambda: pair_limit(bench.pair, lambda: bench.pair.put(buffers), len(memory), bench.effort.seconds),
     )
     ratio, details = ratio_details(samples, limits)
     details["fresh_extents_gb_per_s"] = fresh.gb_per_s
     name = f"durable put 1 MiB x{BATCH}"
     return [
         Row(name=name, unit="of raw pair", value=ratio, must=0.6, aim=0.85, details=details),
-        Row(name=f"{name} CPU", unit="s/GB", value=details["cpu_s_per_gb"], must=0.6, aim=0.45, higher_is_better=False),
+        cpu_row(name, details, 0.6, 0.45),
     ]
 
 
