@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import select
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from kvstore.engine.api import PutSpec, PutTicket
 from kvstore.engine.engine import DriveEngine, EngineSettings
-from kvstore.limits import SECOND_NS, GiB, KiB, MiB
+from kvstore.limits import SECOND_NS, KiB, MiB
 from kvstore.types.flow import FlowClass
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
@@ -23,6 +24,7 @@ from kvstore.types.results import Exists, Refused, Stored
 from kvstore_bench.measure import Row
 
 _IN_FLIGHT = 2_048
+_STARTS = 5
 
 
 class _Filler:
@@ -77,19 +79,35 @@ class _Filler:
             self.refused = outcome
 
 
+def _opened(data_dir: Path, settings: EngineSettings) -> tuple[DriveEngine, float]:
+    """The engine, and the seconds until it was ready: the median of several starts."""
+    took: list[float] = []
+    while True:
+        start = time.perf_counter()
+        engine = DriveEngine.open(data_dir, settings, now_ns=time.monotonic_ns())
+        took.append(time.perf_counter() - start)
+        if len(took) == _STARTS:
+            return engine, statistics.median(took)
+        engine.close()
+
+
 def run(*, chunks: int, folder: Path) -> Iterator[Row]:
     """Fill, close, open again. Raises RuntimeError when a put is refused or chunks are missing afterwards."""
+    # with fewer chunks smaller segments: the share of the open one, which is read from the log, stays what it is
+    segment_bytes = max(MiB, chunks * 64 * MiB // 1_000_000 // MiB * MiB)
     settings = EngineSettings(
-        capacity_bytes=max(GiB, chunks * 4608), segment_bytes=64 * MiB, cache_bytes=0, staging_bytes=64 * MiB
+        capacity_bytes=max(64 * MiB, chunks * 4608),
+        segment_bytes=segment_bytes,
+        cache_bytes=0,
+        staging_bytes=64 * MiB,
     )
     with tempfile.TemporaryDirectory(dir=folder, prefix="kvstore-recovery-") as data_dir:
-        engine = DriveEngine.open(Path(data_dir), settings, now_ns=time.monotonic_ns())
+        DriveEngine.open(Path(data_dir), settings, now_ns=time.monotonic_ns()).close()
+        engine, empty_s = _opened(Path(data_dir), settings)
         _Filler(engine, chunks).run()
         per_chunk = engine.catalog.index.memory_bytes / chunks
         engine.close()
-        start = time.perf_counter()
-        engine = DriveEngine.open(Path(data_dir), settings, now_ns=time.monotonic_ns())
-        took_s = time.perf_counter() - start
+        engine, took_s = _opened(Path(data_dir), settings)
         found = engine.recovered.records
         peak = engine.catalog.index.memory_bytes / chunks
         engine.close()
@@ -99,11 +117,11 @@ def run(*, chunks: int, folder: Path) -> Iterator[Row]:
     yield Row(
         name="recovery of 1 million chunks",
         unit="s",
-        value=took_s * scale,
+        value=empty_s + max(0.0, took_s - empty_s) * scale,
         must=5,
         aim=2,
         higher_is_better=False,
-        details={"chunks": chunks, "took_s": took_s},
+        details={"chunks": chunks, "took_s": took_s, "empty_s": empty_s},
         note="" if scale == 1 else "  (scaled up from fewer chunks)",
     )
     yield Row(
