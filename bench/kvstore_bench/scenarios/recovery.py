@@ -102,8 +102,7 @@ def run(*, chunks: int, folder: Path) -> Iterator[Row]:
         staging_bytes=64 * MiB,
     )
     with tempfile.TemporaryDirectory(dir=folder, prefix="kvstore-recovery-") as data_dir:
-        DriveEngine.open(Path(data_dir), settings, now_ns=time.monotonic_ns()).close()
-        engine, empty_s = _opened(Path(data_dir), settings)
+        engine = DriveEngine.open(Path(data_dir), settings, now_ns=time.monotonic_ns())
         _Filler(engine, chunks).run()
         per_chunk = engine.catalog.index.memory_bytes / chunks
         engine.close()
@@ -117,12 +116,12 @@ def run(*, chunks: int, folder: Path) -> Iterator[Row]:
     yield Row(
         name="recovery of 1 million chunks",
         unit="s",
-        value=empty_s + max(0.0, took_s - empty_s) * scale,
+        value=took_s * scale,
         must=5,
         aim=2,
         higher_is_better=False,
-        details={"chunks": chunks, "took_s": took_s, "empty_s": empty_s},
-        note="" if scale == 1 else "  (scaled up from fewer chunks)",
+        details={"chunks": chunks, "took_s": took_s},
+        note="" if scale == 1 else "  (scaled up from fewer chunks, constant costs included)",
     )
     yield Row(
         name="index per chunk",
