@@ -1,19 +1,41 @@
-"""Who may connect: the one place that looks at a HELLO's token and versions."""
+"""Who may connect, and what each connection may do: the one place that looks at a HELLO's token and versions."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol, TypeVar
 
-from kvstore.errors import FormatUnsupported
-from kvstore.wire.header import VERSION
-from kvstore.wire.messages import Hello
+from kvstore.errors import Denied, FormatUnsupported
+from kvstore.server.tenants import Grant, Scope, TenantBook, authenticate
+from kvstore.telemetry.metrics import DataplaneMetrics, DeniedKind
+from kvstore.types.digest import digest
+from kvstore.wire.header import VERSION, FrameType
+from kvstore.wire.messages import ID_BYTES, Hello
+
+_Connection = TypeVar("_Connection")
+_Frame = TypeVar("_Frame")
+
+SCOPE_OF: Final[Mapping[FrameType, Scope]] = {
+    FrameType.MATCH: Scope.READ,
+    FrameType.UNPIN: Scope.READ,
+    FrameType.GET: Scope.READ,
+    FrameType.WAIT: Scope.READ,
+    FrameType.PREFETCH: Scope.READ,
+    FrameType.MANIFEST: Scope.WRITE,
+    FrameType.WRITER_WRITE: Scope.WRITE,
+    FrameType.WRITER_COMMIT: Scope.WRITE,
+    FrameType.WRITER_ABORT: Scope.WRITE,
+    FrameType.DELETE: Scope.WRITE,
+    FrameType.DROP: Scope.WRITE,
+}
+"""What a verb needs. OFFER and WRITER_OPEN need WRITE too, and answer for each of their items."""
 
 
 class Admission(Protocol):
     """Decides about a HELLO."""
 
-    def admit(self, hello: Hello) -> None:
-        """Returns for a welcome peer. Raises Denied for the others."""
+    def admit(self, hello: Hello) -> Grant | None:
+        """What a welcome peer may do, None for all. Raises Denied for the others."""
 
 
 class OpenAdmission:
@@ -21,6 +43,61 @@ class OpenAdmission:
 
     def admit(self, hello: Hello) -> None:
         """Every token is good."""
+
+
+class TokenAdmission:
+    """Admits bearers of a tenant's token; nobody before it was given tenants.
+
+    Attributes:
+        is_told: it was given tenants.
+    """
+
+    def __init__(self, metrics: DataplaneMetrics) -> None:
+        self.is_told = False
+        self._book = TenantBook()
+        self._metrics = metrics
+
+    def tell(self, book: TenantBook) -> None:
+        """The tenants from now on."""
+        self._book = book
+        self.is_told = True
+
+    def admit(self, hello: Hello) -> Grant:
+        """See `Admission`."""
+        try:
+            return authenticate(self._book, hello.token)
+        except Denied:
+            self._metrics.denied[DeniedKind.WRONG_TOKEN if hello.token else DeniedKind.NO_TOKEN] += 1
+            raise
+
+    def renewed(self, grant: Grant) -> Grant | None:
+        """What an admitted peer may do now; None when its token was taken back."""
+        return self._book.renewed(grant)
+
+
+def guarded(
+    handlers: Mapping[FrameType, Callable[[_Connection, _Frame], None]],
+    grant: Grant,
+    on_denied: Callable[[], None],
+) -> Mapping[FrameType, Callable[[_Connection, _Frame], None]]:
+    """The handlers, with those of verbs that need a scope that is not granted replaced by a Denied."""
+
+    def refuser(kind: FrameType) -> Callable[[_Connection, _Frame], None]:
+        def refuse(_connection: _Connection, _frame: _Frame) -> None:
+            on_denied()
+            grant.require(SCOPE_OF[kind], kind.name)
+
+        return refuse
+
+    return {
+        kind: handler if SCOPE_OF.get(kind, Scope(0)) in grant.scopes else refuser(kind)
+        for kind, handler in handlers.items()
+    }
+
+
+def own_client_id(client_id: bytes, grant: Grant | None) -> bytes:
+    """A client's id within its tenant: pins and writers belong to it, and another tenant cannot name it."""
+    return client_id if grant is None else digest(b"kvstore.client.v1", grant.tenant.encode(), client_id)[:ID_BYTES]
 
 
 def agreed_version(hello: Hello) -> int:

@@ -29,6 +29,7 @@ from kvstore.server.call import Call
 from kvstore.server.clients import Client
 from kvstore.server.lane import ReadLane
 from kvstore.server.loop import BROKEN, READABLE, WRITABLE, Loop
+from kvstore.server.tenants import Grant, Scope
 from kvstore.telemetry.logs import RepeatLogger
 from kvstore.telemetry.metrics import DataplaneMetrics, error_index
 from kvstore.transport.tcp_node import TcpNodeChannel
@@ -78,6 +79,7 @@ class Connection:
     Attributes:
         client: who it is, from HELLO on.
         flow: class of its requests, from HELLO.
+        grant: what its token allows; None is everything, to every tenant.
         ends_with_data: Feature.FINAL_DATA was agreed on.
         call: the request in progress.
         due_ns: when it is closed unless something arrives before (HELLO, idle and lingering limits).
@@ -103,6 +105,7 @@ class Connection:
         "due_ns",
         "ends_with_data",
         "flow",
+        "grant",
         "in_turn",
         "is_admin",
         "is_closed",
@@ -125,6 +128,7 @@ class Connection:
         self.session = ServerSession()
         self.is_admin = is_admin
         self.client: Client | None = None
+        self.grant: Grant | None = None
         self.flow = FlowClass.BACKGROUND
         self.ends_with_data = False
         self.call: Call | None = None
@@ -397,6 +401,13 @@ class Connection:
         self.channel.reader.allow_bodies(FRAME_BODY_BYTES_MAX)
         if self.ends_with_data:
             self._lane = ReadLane(self, self._plane)
+
+    def allow(self, grant: Grant, handlers: Mapping[FrameType, Callable[[Connection, Frame], None]]) -> None:
+        """What it may do from now on, and the handlers that keep to that."""
+        self.grant = grant
+        self._handlers = handlers
+        if Scope.READ not in grant.scopes:
+            self._lane = None
 
     @property
     def is_idle(self) -> bool:

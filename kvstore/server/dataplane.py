@@ -11,6 +11,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from kvstore.engine.api import Engine
@@ -29,16 +30,18 @@ from kvstore.limits import (
     SWEEP_NS,
 )
 from kvstore.server import lookups
-from kvstore.server.admission import Admission, agreed_version
+from kvstore.server.admission import Admission, agreed_version, guarded, own_client_id
 from kvstore.server.clients import Client, Clients
 from kvstore.server.connection import Connection
 from kvstore.server.loop import READABLE, Loop
 from kvstore.server.puts import start_offer
 from kvstore.server.reads import start_get
+from kvstore.server.tenant_engine import TenantEngine
+from kvstore.server.tenants import Grant, Scope
 from kvstore.server.verbs import AdminVerbs
 from kvstore.server.writer_calls import WriterCommitCall, WriterOpenCall, WriterWriteCall, abort_writers
 from kvstore.telemetry.logs import RepeatLogger
-from kvstore.telemetry.metrics import DataplaneMetrics, Verb
+from kvstore.telemetry.metrics import DataplaneMetrics, DeniedKind, Verb
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import Refused, RefusedReason
 from kvstore.wire.body import MemoryBudget
@@ -112,6 +115,7 @@ class DataPlane:
         self._view = b""
         self._engine: Engine | None = None
         self.quick_engine: Engine | None = None
+        self._tenant_engines: dict[str, TenantEngine] = {}
         self._is_stopping = False
         self._engine_is_due = False
         self._timer_ns = _NEVER_NS  # when the engine wants to be polled
@@ -186,6 +190,18 @@ class DataPlane:
         """The view that VIEW is answered with; its epoch stands in every frame from now on."""
         self.epoch = epoch
         self._view = view
+
+    def renew_grants(self, renewed: Callable[[Grant], Grant | None]) -> None:
+        """What tokens allow has changed: connections may do what their token allows now, and close without one."""
+        for connection in list(self._connections):
+            if connection.grant is None:
+                continue
+            grant = renewed(connection.grant)
+            if grant is None:
+                self.metrics.denied[DeniedKind.REVOKED] += 1
+                connection.give_up(Denied("the token was revoked; ask the operator for another one"))
+            else:
+                self._allow(connection, grant)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
     def wait_ns(self) -> int | None:
@@ -291,6 +307,8 @@ class DataPlane:
     def place_writer_slices(self, connection: Connection, frame: Frame) -> Sequence[memoryview] | None:
         """Destination of a WRITER_WRITE's payload."""
         self.metrics.calls[Verb.WRITER] += 1
+        if connection.grant is not None:
+            connection.grant.require(Scope.WRITE, frame.type.name)
         self._engine_is_due = True
         call = WriterWriteCall(connection, _client_of(connection), frame, now_ns=self.now_ns)
         connection.call = call
@@ -299,10 +317,12 @@ class DataPlane:
     def _hello(self, connection: Connection, frame: Frame) -> None:
         hello = Hello.decode(frame.body)
         version = agreed_version(hello)
-        if not connection.is_admin:
-            self._admission.admit(hello)
+        grant = None if connection.is_admin else self._admission.admit(hello)
         features = FEATURES & Feature(hello.features & FEATURES)
-        connection.greeted(self._clients.enter(hello.client_id), FlowClass(hello.flow), features)
+        client = self._clients.enter(own_client_id(hello.client_id, grant))
+        connection.greeted(client, FlowClass(hello.flow), features)
+        if grant is not None:
+            self._allow(connection, grant)
         connection.due_ns = self.now_ns + IDLE_WAIT_NS
         connection.answer(
             Welcome(
@@ -319,6 +339,13 @@ class DataPlane:
             )
         )
 
+    def _allow(self, connection: Connection, grant: Grant) -> None:
+        """From now on the connection may do what is granted, among its tenant's namespaces."""
+        connection.allow(grant, guarded(self.handlers, grant, partial(self._count_denied, DeniedKind.SCOPE)))
+
+    def _count_denied(self, kind: DeniedKind) -> None:
+        self.metrics.denied[kind] += 1
+
     def _ping(self, connection: Connection, _: Frame) -> None:
         connection.answer(Pong())
 
@@ -327,35 +354,35 @@ class DataPlane:
         connection.answer(ViewReply(epoch=self.epoch, view=b"" if known == self.epoch else self._view))
 
     def _get(self, connection: Connection, frame: Frame) -> None:
-        if start_get(connection, frame.body, self._serving(), now_ns=self.now_ns):
+        if start_get(connection, frame.body, self._serving(connection), now_ns=self.now_ns):
             self._engine_is_due = True
 
     def _match(self, connection: Connection, frame: Frame) -> None:
-        lookups.match(connection, frame.body, self._serving(), self.now_ns)
+        lookups.match(connection, frame.body, self._serving(connection), self.now_ns)
         self._timer_is_stale = True  # a pin runs out some time
 
     def _unpin(self, connection: Connection, frame: Frame) -> None:
-        lookups.unpin(connection, frame.body, self._serving())
+        lookups.unpin(connection, frame.body, self._serving(connection))
         self._engine_is_due = True
 
     def _manifest(self, connection: Connection, frame: Frame) -> None:
-        lookups.manifest(connection, frame.body, self._serving())
+        lookups.manifest(connection, frame.body, self._serving(connection))
         self._engine_is_due = True
 
     def _wait(self, connection: Connection, frame: Frame) -> None:
-        lookups.wait(connection, frame.body, self._serving(), self.now_ns)
+        lookups.wait(connection, frame.body, self._serving(connection), self.now_ns)
         self._engine_is_due = True
 
     def _delete(self, connection: Connection, frame: Frame) -> None:
-        lookups.delete(connection, frame.body, self._serving(), self.now_ns)
+        lookups.delete(connection, frame.body, self._serving(connection), self.now_ns)
         self._engine_is_due = True
 
     def _drop(self, connection: Connection, frame: Frame) -> None:
-        lookups.drop(connection, frame.body, self._serving(), self.now_ns)
+        lookups.drop(connection, frame.body, self._serving(connection), self.now_ns)
         self._engine_is_due = True
 
     def _prefetch(self, connection: Connection, frame: Frame) -> None:
-        lookups.prefetch(connection, frame.body, self._serving(), self.now_ns)
+        lookups.prefetch(connection, frame.body, self._serving(connection), self.now_ns)
         self._engine_is_due = True
 
     def _offer(self, connection: Connection, frame: Frame) -> None:
@@ -364,8 +391,8 @@ class DataPlane:
             connection,
             Offer.decode(frame.body),
             frame.payload,
-            self._serving(),
-            refusal=self._put_refusal(),
+            self._serving(connection),
+            refusal=self._put_refusal(connection),
             now_ns=self.now_ns,
         )
         self._engine_is_due = True
@@ -374,11 +401,11 @@ class DataPlane:
         self._check_epoch(frame)
         self.metrics.calls[Verb.WRITER] += 1
         opening = WriterOpen.decode(frame.body)
-        engine = self._serving()
+        engine = self._serving(connection)
         call = WriterOpenCall(connection, opening, _client_of(connection), now_ns=self.now_ns)
         connection.call = call
         namespace = engine.namespace(opening.namespace)
-        refusal = self._put_refusal()
+        refusal = self._put_refusal(connection)
         if refusal is None and namespace is None:
             detail = f"namespace {opening.namespace.hex()} is not known here: send its manifest, then ask again"
             refusal = Refused(RefusedReason.UNKNOWN_NAMESPACE, detail)
@@ -421,12 +448,21 @@ class DataPlane:
         connection.answer(AdminReply(value=self._admin.carry_out(request.verb, arguments)))
         self._engine_is_due = True
 
-    def _serving(self) -> Engine:
+    def _serving(self, connection: Connection) -> Engine:
         if self._is_stopping:
             raise Unavailable(f"node {self._identity.node_id} is shutting down: ask another, or again shortly")
         if self._engine is None:
             raise Unavailable(f"node {self._identity.node_id} is still reading its drives: try again shortly")
-        return self._engine
+        grant = connection.grant
+        return self._engine if grant is None else self._engine_of(grant.tenant, self._engine)
+
+    def _engine_of(self, tenant: str, engine: Engine) -> TenantEngine:
+        """The engine with the namespaces of one tenant only."""
+        found = self._tenant_engines.get(tenant)
+        if found is None:
+            on_foreign = partial(self._count_denied, DeniedKind.FOREIGN_NAMESPACE)
+            found = self._tenant_engines[tenant] = TenantEngine(engine, tenant, on_foreign=on_foreign)
+        return found
 
     def _check_epoch(self, frame: Frame) -> None:
         if frame.epoch and frame.epoch < self.epoch:
@@ -434,7 +470,10 @@ class DataPlane:
                 f"the write was planned with view {frame.epoch}, the node has {self.epoch}: ask for the view"
             )
 
-    def _put_refusal(self) -> Refused | None:
+    def _put_refusal(self, connection: Connection) -> Refused | None:
+        if connection.grant is not None and Scope.WRITE not in connection.grant.scopes:
+            self.metrics.denied[DeniedKind.SCOPE] += 1
+            return Refused(RefusedReason.DENIED, f"the token of tenant {connection.grant.tenant!r} may not write")
         if self.is_draining:
             return Refused(RefusedReason.DRAINING, f"node {self._identity.node_id} is draining: write to another")
         return None

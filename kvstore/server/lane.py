@@ -32,9 +32,10 @@ _GET: Final = int(Verb.GET)
 class _Form:
     """One kind of GET, and what was judged of the last one: the next is most often the same but for id, key and CRC."""
 
-    __slots__ = ("before_crc", "before_key", "behind_key", "body", "kind", "namespace", "sizes", "unpack_from")
+    __slots__ = ("before_crc", "before_key", "behind_key", "body", "kind", "lane", "namespace", "sizes", "unpack_from")
 
-    def __init__(self, kind: PlainGet, view: memoryview) -> None:
+    def __init__(self, kind: PlainGet, view: memoryview, lane: ReadLane) -> None:
+        self.lane = lane
         self.kind = kind
         self.unpack_from = kind.unpack_from
         self.before_crc = view[:CRC_AT]
@@ -45,7 +46,7 @@ class _Form:
     def judge(self, sizes: bytes, before_key: bytes, behind_key: bytes) -> bool:
         """Whether a frame with these parts is for the lane."""
         namespace = self.kind.namespace_of(sizes, before_key, behind_key)
-        if namespace is None:
+        if namespace is None or not self.lane.may_see(namespace):
             return False
         self.sizes, self.before_key, self.behind_key = sizes, before_key, behind_key
         self.namespace = namespace
@@ -90,8 +91,16 @@ class ReadLane:
         if count in forms and self._answer(forms[count], view):
             return None
         if not forms:
-            forms.update({kind.frame_bytes: _Form(kind, view) for kind in PLAIN_GETS})
+            forms.update({kind.frame_bytes: _Form(kind, view, self) for kind in PLAIN_GETS})
         return self._reader.advance(count)
+
+    def may_see(self, namespace: bytes) -> bool:
+        """Whether the namespace is there for the connection's tenant; a namespace stays its tenant's for ever."""
+        grant, engine = self._connection.grant, self._plane.quick_engine
+        if grant is None:
+            return True
+        known = engine.namespace(namespace) if engine is not None else None
+        return known is not None and known.tenant == grant.tenant
 
     def _answer(self, form: _Form, view: memoryview) -> bool:
         """Answers the GET in `view`; False, and nothing has happened, when it is not for here."""

@@ -50,6 +50,16 @@ class PinAge(IntEnum):
     OLDER = 3
 
 
+class DeniedKind(IntEnum):
+    """Kinds of `DataplaneMetrics.denied`."""
+
+    NO_TOKEN = 0
+    WRONG_TOKEN = 1
+    REVOKED = 2
+    SCOPE = 3
+    FOREIGN_NAMESPACE = 4
+
+
 class DeviceFault(IntEnum):
     """Kinds of `DeviceMetrics.errors`."""
 
@@ -108,6 +118,7 @@ _MISSES: Final = _by_code(MissReason)
 _REFUSALS: Final = _by_code(RefusedReason)
 _VERBS: Final = [verb.name.lower() for verb in Verb]
 _PIN_AGES: Final = [age.name.lower() for age in PinAge]
+_DENIALS: Final = [kind.name.lower() for kind in DeniedKind]
 _FAULTS: Final = [fault.name.lower() for fault in DeviceFault]
 
 
@@ -235,6 +246,7 @@ class DataplaneMetrics:
     received_bytes: list[int] = counter_by("kvstore_received_bytes", "Payload received", label="flow", values=_FLOWS)
     sent_bytes: list[int] = counter_by("kvstore_sent_bytes", "Payload sent", label="flow", values=_FLOWS)
     errors: list[int] = counter_by("kvstore_errors", "Calls answered with an error", label="kind", values=_ERRORS)
+    denied: list[int] = counter_by("kvstore_denied", "What tokens did not allow", label="kind", values=_DENIALS)
     protocol_errors: int = counter("kvstore_protocol_errors", "Malformed, oversized or unknown frames")
     deadlines: int = counter("kvstore_deadlines_exceeded", "Calls that ended at their deadline")
     cancelled: int = counter("kvstore_calls_cancelled", "Calls that their client cancelled or left")
