@@ -25,6 +25,7 @@ from kvstore.wire.messages import Cancel, ErrorReply, Feature, Hello, Welcome
 from kvstore.wire.schema import Message
 from kvstore.wire.session import ClientSession, State, Verdict
 from kvstore_client.address import in_place_of, split_address
+from kvstore_client.names import NameWait, numeric_places
 from kvstore_client.waiting import first_bytes, set_timeout
 
 READ: Final = 1
@@ -452,7 +453,14 @@ class Connection:
     def _connect(self) -> Steps:
         host, port = split_address(self._address)
         try:
-            for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            places = numeric_places(host, port)
+            if places is None:
+                wait = NameWait(host, port)
+                self._socket = wait.done
+                while not wait.is_over:
+                    yield READ
+                places = wait.places()
+            for family, kind, protocol, _, where in places:
                 held = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
                 if self._socket is not None:
                     held = in_place_of(self._socket, held)  # "localhost" is ::1 first, where nobody may listen
