@@ -228,6 +228,15 @@ def test_other_weights_adapters_and_types_never_meet(store: Store) -> None:
     assert store.restore(model).tokens == BORDER
 
 
+def test_the_same_weights_with_other_settings_never_meet(store: Store) -> None:
+    model = build(llama, torch.float32)
+    store.save(model, prefix(model))
+    other = build(llama, torch.float32)
+    other.config.rms_norm_eps = 1e-3  # no weight tells of it, and all KV but the first layer's depends on it
+    assert store.restore(other).tokens == 0
+    assert store.restore(build(llama, torch.float32)).tokens == BORDER
+
+
 def test_without_a_stop_a_window_model_saves_no_checkpoint_and_restores_nothing(store: Store) -> None:
     model = build(sliding_window, torch.float32)
     cache = prefix(model, len(PROMPT))  # the window has moved past the last chunk border

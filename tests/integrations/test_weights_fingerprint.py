@@ -1,4 +1,4 @@
-"""A fingerprint changes with a byte, a name or a split of the weights, and with nothing else."""
+"""A fingerprint changes with a byte, a name or a split of the weights, or a setting, and with nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import InvalidRequest
-from kvstore_client.integrations.weights import fingerprint_folder
+from kvstore_client.integrations.weights import fingerprint_config, fingerprint_folder
 
 
 def folder_of(parent: Path, **files: bytes) -> Path:
@@ -40,3 +40,13 @@ def test_another_byte_name_or_split_has_another(tmp_path: Path) -> None:
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"no \.safetensors file"):
         fingerprint_folder(tmp_path)
+
+
+def test_a_setting_that_changes_kv_makes_another_fingerprint() -> None:
+    config = {"rope_parameters": {"rope_theta": 1e4}, "sliding_window": None, "transformers_version": "5.0"}
+    known = fingerprint_config(config)
+    assert known.startswith("config:")
+    assert fingerprint_config(dict(reversed(config.items()))) == known
+    assert fingerprint_config(config | {"transformers_version": "5.1", "_name_or_path": "/elsewhere"}) == known
+    assert fingerprint_config(config | {"rope_parameters": {"rope_theta": 1e6}}) != known
+    assert fingerprint_config(config | {"sliding_window": 4096}) != known

@@ -35,6 +35,7 @@ from kvstore_client.client import BoundNamespace
 from kvstore_client.integrations import cache_tensors
 from kvstore_client.integrations.cache_shape import WINDOW_PART, CacheShape, checkpoint_tokens
 from kvstore_client.integrations.cache_tensors import LayerTensors
+from kvstore_client.integrations.weights import fingerprint_config
 
 CHUNK_TOKENS_DEFAULT: Final = 32
 _STORE_TROUBLE = (
@@ -119,7 +120,7 @@ class TransformersKV:
             client: Connected; its flow class is that of all traffic here.
             model: A loaded causal language model; runs one forward pass of one token to see its cache.
             model_name: Name for people, part of the namespace.
-            weights: Fingerprint of the weights, `weights.fingerprint_folder`.
+            weights: Fingerprint of the weights, `weights.fingerprint_folder`. That of the settings is added to it.
             chunk_tokens: Tokens of a chunk.
             tenant: As in `Namespace`, like the arguments after it.
             adapter: Name of the adapter that is merged or active in `model`.
@@ -134,7 +135,7 @@ class TransformersKV:
             Namespace(
                 tenant=tenant,
                 model=model_name,
-                weights=weights,
+                weights=f"{weights}+{fingerprint_config(model.config.to_dict())}",
                 layout=shape.layout(chunk_tokens),
                 adapter=adapter,
                 adapter_revision=adapter_revision,
