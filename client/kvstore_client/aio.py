@@ -160,7 +160,7 @@ class AsyncNamespace(NamespaceKeys):
         session = self._client.session()
         until_ns = self._deadline_ns(deadline)
         if soft_deadline is not None:
-            until_ns = min(until_ns, self._deadline_ns(soft_deadline))
+            until_ns = min(until_ns, self._deadline_ns(soft_deadline, name="soft_deadline"))
         chain = as_chain(keys)
         refuse_repeated(buffers)
         shape = self._shape(len(chain), shards=shards, part=part, layers=layers, ranges=ranges)
@@ -304,8 +304,8 @@ class AsyncNamespace(NamespaceKeys):
             )
         )
 
-    def _deadline_ns(self, seconds: float | None) -> int:
-        return deadline_after(time.monotonic_ns(), seconds, self._client.options.deadline_ns)
+    def _deadline_ns(self, seconds: float | None, *, name: str = "deadline") -> int:
+        return deadline_after(time.monotonic_ns(), seconds, self._client.options.deadline_ns, name=name)
 
 
 class AsyncMatch(MatchView):

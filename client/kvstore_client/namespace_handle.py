@@ -211,7 +211,7 @@ class BoundNamespace(NamespaceKeys):
         begun = quick if isinstance(quick, Begun) else None
         until_ns = (quick.deadline_ns if isinstance(quick, Begun) else quick) or self._deadline_ns(deadline)
         if soft_deadline is not None:
-            soft_ns = self._deadline_ns(soft_deadline)
+            soft_ns = self._deadline_ns(soft_deadline, name="soft_deadline")
             is_soft, until_ns = soft_ns < until_ns, min(soft_ns, until_ns)
         chain = as_chain(keys)
         refuse_repeated(buffers)
@@ -408,5 +408,5 @@ class BoundNamespace(NamespaceKeys):
             deadline_ns=until_ns,
         )
 
-    def _deadline_ns(self, seconds: float | None) -> int:
-        return deadline_after(time.monotonic_ns(), seconds, self._client.options.deadline_ns)
+    def _deadline_ns(self, seconds: float | None, *, name: str = "deadline") -> int:
+        return deadline_after(time.monotonic_ns(), seconds, self._client.options.deadline_ns, name=name)

@@ -67,8 +67,11 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real)
 
 
-def deadline_after(now_ns: int, seconds: float | None, default_ns: int) -> int:
+def deadline_after(now_ns: int, seconds: float | None, default_ns: int, *, name: str = "deadline") -> int:
     """The monotonic time `seconds` from now, within what a request may last; None is `default_ns` from now.
+
+    Args:
+        name: what the argument is called, for the message.
 
     Raises:
         InvalidRequest: Not a number of seconds. Zero and below are allowed: the deadline has then passed.
@@ -76,7 +79,7 @@ def deadline_after(now_ns: int, seconds: float | None, default_ns: int) -> int:
     if seconds is None:
         return now_ns + default_ns
     if not is_number(seconds) or not seconds > float("-inf"):
-        raise InvalidRequest(f"deadline is {seconds!r:.80}; pass seconds from now, as a number")
+        raise InvalidRequest(f"{name} is {seconds!r:.80}; pass seconds from now, as a number")
     return now_ns + min(int(max(seconds, 0) * SECOND_NS) if seconds < 1e9 else REQUEST_NS_MAX, REQUEST_NS_MAX)
 
 
