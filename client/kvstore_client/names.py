@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from kvstore.errors import Overloaded
@@ -20,7 +21,7 @@ _lock = threading.Lock()
 _running: dict[tuple[int, str, int], _Lookup] = {}
 
 
-def numeric_places(host: str, port: int) -> list[Place] | None:
+def numeric_places(host: str, port: int) -> Sequence[Place] | None:
     """Where "host:port" is, without asking anybody; None when the host is a name."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
@@ -64,7 +65,7 @@ class NameWait:
         """Whether `places` can be asked."""
         return self._lookup.is_over
 
-    def places(self) -> list[Place]:
+    def places(self) -> Sequence[Place]:
         """What was found. Raises OSError when the name is not known or cannot be looked up."""
         if self._lookup.error is not None:
             raise OSError(self._lookup.error.errno or 0, f"its name is not known: {self._lookup.error.strerror}")
@@ -78,7 +79,7 @@ class _Lookup(threading.Thread):
         super().__init__(name=f"kvstore-lookup-{name[1]}", daemon=True)
         self._name = name
         self.bells: list[socket.socket] = []
-        self.found: list[Place] = []
+        self.found: Sequence[Place] = ()
         self.error: OSError | None = None
         self.is_over = False
 

@@ -154,7 +154,7 @@ def test_what_is_no_number_of_seconds_is_refused_by_name(client, opaque, node, s
         ns.match(keys, deadline=seconds)
     with pytest.raises(InvalidRequest, match="deadline is "):
         ns.get_into(keys, [bytearray(1), bytearray(1)], deadline=seconds)
-    with pytest.raises(InvalidRequest, match="^soft_deadline is "):
+    with pytest.raises(InvalidRequest, match=r"^soft_deadline is "):
         ns.get_into(keys, [bytearray(1), bytearray(1)], soft_deadline=seconds)
     with pytest.raises(InvalidRequest, match="pin_ttl is "):
         ns.match(keys, pin_ttl=seconds)
