@@ -178,6 +178,17 @@ NAMESPACES_PAGE_BYTES_MAX: Final = 2 * MiB
 EXPLAIN_KEYS_MAX: Final = 4_096
 EXPLAIN_NAMESPACES_MAX: Final = 8
 
+# --- doctor ----------------------------------------------------------------------------------------------------
+DOCTOR_FILE_BYTES_MAX: Final = 1 * MiB  # of a file in /proc or /sys; the largest, a table of sockets, is cut there
+DOCTOR_DUMP_BYTES_MAX: Final = 4 * MiB  # of a table of the kernel
+DOCTOR_DUMP_NS_MAX: Final = 1 * SECOND_NS
+DOCTOR_DIAL_NS_MAX: Final = 1 * SECOND_NS  # for one address to answer
+DOCTOR_REPLY_BYTES_MAX: Final = 64 * KiB
+ETCD_LATENCY_NS_MAX: Final = 50 * MS_NS  # a heartbeat of etcd is 100 ms; a slower answer makes leases run out under load
+ETCD_PROBES: Final = 3
+DESCRIPTORS_OWN: Final = 128  # of a worker's drives, rings, pipes, sockets to the supervisor
+OPEN_FILES_MIN: Final = 512
+
 # --- client ----------------------------------------------------------------------------------------------------
 CONNECTIONS_PER_WORKER_DEFAULT: Final = 2
 CALL_DEADLINE_NS_DEFAULT: Final = 30 * SECOND_NS

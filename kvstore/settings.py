@@ -44,6 +44,7 @@ from kvstore.limits import (
 )
 
 ENVIRONMENT_PREFIX: Final = "KVSTORE_"
+_DEFAULTS_OF_REQUIRED: Final[dict[str, object]] = {"data_dir": (), "capacity": 0}
 
 _UNITS: Final = {
     "": 1,
@@ -165,7 +166,7 @@ class NodeSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _check(self) -> NodeSettings:
-        for check in (_check_drives, _check_memory, _check_addresses, _check_unbuilt):
+        for check in _CHECKS:
             check(self)
         return self
 
@@ -256,6 +257,9 @@ def _check_unbuilt(settings: NodeSettings) -> None:
         )
 
 
+_CHECKS: Final = (_check_drives, _check_memory, _check_addresses, _check_unbuilt)
+
+
 def memory_limit_bytes() -> int:
     """Memory this process may use: the machine's, or its control group's if that is less. 0 where neither is known."""
     limits: list[int] = []
@@ -293,7 +297,55 @@ def load_node_settings(flags: Mapping[str, object], *, config: Path | None = Non
         raise InvalidRequest("\n".join(lines)) from None
 
 
-def _layered(from_file: dict[str, Any]) -> type[NodeSettings]:
+def inspect_node_settings(
+    flags: Mapping[str, object], *, config: Path | None = None
+) -> tuple[NodeSettings, tuple[str, ...]]:
+    """The settings as far as they are sound, for a program that tells what is wrong instead of refusing.
+
+    What is malformed has its default, a missing data_dir is empty and a missing capacity 0.
+
+    Returns:
+        The settings, and one line for each fault; a missing data_dir or capacity is none.
+
+    Raises:
+        InvalidRequest: the file of `config` cannot be read or parsed.
+    """
+    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    path = config or (Path(found) if (found := os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG")) else None)
+    from_file = _read_config(path) if path else {}
+    faults: list[str] = []
+    sound = dict(given)
+    while True:
+        try:
+            settings = _layered(from_file, _Unchecked)(**sound)
+            break
+        except ValidationError as error:
+            for entry in error.errors():
+                detail, name = dict(entry), str(entry["loc"][0])
+                if detail["type"] != "missing":
+                    faults.append(_fault(detail, given, path, from_file))
+                from_file = {key: value for key, value in from_file.items() if key != name}
+                sound.pop(name, None)
+                if name in NodeSettings.model_fields:
+                    sound[name] = _DEFAULTS_OF_REQUIRED.get(name, NodeSettings.model_fields[name].default)
+    for check in _CHECKS:
+        if check is not _check_drives or (settings.data_dir and settings.capacity):
+            try:
+                check(settings)
+            except ValueError as error:
+                faults.append(str(error))
+    return settings, tuple(faults)
+
+
+class _Unchecked(NodeSettings):
+    """Fields alone: what does not fit together is looked at by whoever made it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> _Unchecked:
+        return self
+
+
+def _layered(from_file: dict[str, Any], base: type[NodeSettings] = NodeSettings) -> type[NodeSettings]:
     class FileSource(PydanticBaseSettingsSource):
         def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
             return from_file.get(field_name), field_name, False
@@ -301,7 +353,7 @@ def _layered(from_file: dict[str, Any]) -> type[NodeSettings]:
         def __call__(self) -> dict[str, Any]:
             return from_file
 
-    class LayeredSettings(NodeSettings):
+    class LayeredSettings(base):  # type: ignore[valid-type, misc]  # a base chosen at run time
         @classmethod
         def settings_customise_sources(
             cls,

@@ -1,14 +1,16 @@
 """The command `kvstore`. The one file that imports typer; what a command needs is imported when it runs.
 
-Exit status: 0 done; 1 it failed, or `check` found damage; 2 the request was wrong; 3 the node (or a port, a drive) is
-not available now, trying again may help.
+Exit status: 0 done; 1 it failed, `check` found damage, or `doctor` something that fails; 2 the request was wrong;
+3 the node (or a port, a drive) is not available now, trying again may help.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -106,8 +108,7 @@ def serve(
 
     Each option may also come from the environment (KVSTORE_GRPC_PORT) or from the file of --config.
     """
-    flags: dict[str, object] = {name: value for name, value in locals().items() if name != "config"}
-    flags["insecure"] = insecure or None  # not given leaves it to environment and file
+    flags = _settings_given(locals())
     from kvstore.server.node import run_node
     from kvstore.settings import load_node_settings
     from kvstore.telemetry.logs import LogFormat, LogLevel, configure
@@ -115,6 +116,39 @@ def serve(
     settings = load_node_settings(flags, config=Path(config) if config else None)
     configure(level=LogLevel(settings.log_level), format=LogFormat(settings.log_format), process="supervisor")
     run_node(settings)
+
+
+def _with_settings_of(model: Callable[..., None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command all options of another one, in place of its `**settings`."""
+
+    def extend(command: Callable[..., None]) -> Callable[..., None]:
+        # typer reads __signature__, and takes the annotations in it as they are
+        own, others = (signature(each, eval_str=True).parameters.values() for each in (command, model))
+        kept = [one for one in own if one.kind is not Parameter.VAR_KEYWORD]
+        command.__signature__ = Signature([*kept, *others])  # type: ignore[attr-defined]
+        command.__annotations__ |= {one.name: one.annotation for one in others}
+        return command
+
+    return extend
+
+
+def _settings_given(options: Mapping[str, object]) -> dict[str, object]:
+    """Options of `serve` as settings: what was not given is left to environment and file."""
+    given = {name: value for name, value in options.items() if name != "config"}
+    return given | {"insecure": given["insecure"] or None}
+
+
+@app.command()
+@_with_settings_of(serve)
+def doctor(as_json: Json = False, **settings: object) -> None:
+    """What is wrong with this machine, for a node with these settings: found, needed, and the fix for each line.
+
+    Exit status 1 when something is failing: a node would not start, or not keep what its settings promise.
+    """
+    from kvstore.cli.doctor import run_doctor
+
+    config = settings["config"]
+    sys.exit(run_doctor(_settings_given(settings), config=Path(str(config)) if config else None, as_json=as_json))
 
 
 @app.command()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.cluster.store import ClusterStore
+from kvstore.doctor.examination import log_start
 from kvstore.errors import Unavailable
 from kvstore.limits import SECOND_NS
 from kvstore.server.addresses import bound_port, join_address, listen
@@ -70,7 +71,8 @@ class Node:
         self._ready_path = Path(settings.ready_file) if settings.ready_file else None
         if self._ready_path:
             clear_ready_file(self._ready_path)
-        prepare_data_dirs(settings.data_dir, capacity_bytes=settings.capacity_each_bytes)
+        prepare_data_dirs(settings.data_dir)
+        log_start(settings)
         self._store: ClusterStore | None = open_store(settings.data_dir)
         self._node_id = settings.node_id or self._kept(_NODE_ID_KEY) or f"node-{uuid.uuid4().hex[:12]}"
         # on raw devices alone nothing of ours is kept between starts, so the clock must tell them apart

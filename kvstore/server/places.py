@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import stat
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,12 +13,10 @@ from typing import Final
 
 from kvstore.cluster.store import FileStore, replace_file
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.settings import format_size
 
 log = logging.getLogger(__name__)
 
 STORE_FILE: Final = "node.json"
-_BLOCK_BYTES: Final = 512  # st_blocks is in these units, stat(2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +29,8 @@ class ReadyAddresses:
     pid: int
 
 
-def prepare_data_dirs(paths: Sequence[str], *, capacity_bytes: int) -> None:
-    """Make the folders where they are missing, and warn where the file system is too small.
+def prepare_data_dirs(paths: Sequence[str]) -> None:
+    """Make the folders where they are missing.
 
     Raises:
         InvalidRequest: a path is neither a folder nor a block device, or cannot be made or written.
@@ -41,7 +38,6 @@ def prepare_data_dirs(paths: Sequence[str], *, capacity_bytes: int) -> None:
     for path in map(Path, paths):
         if not _is_block_device(path):
             _prepare_folder(path)
-            _warn_of_space(path, capacity_bytes)
 
 
 def open_store(paths: Sequence[str]) -> FileStore | None:
@@ -94,15 +90,3 @@ def _prepare_folder(path: Path) -> None:
         raise InvalidRequest(f"data_dir {path} cannot be made: {error.strerror}; name a folder you may write") from None
     if not os.access(path, os.W_OK | os.X_OK):
         raise InvalidRequest(f"data_dir {path} is not writable; change its rights or mount, or name another folder")
-
-
-def _warn_of_space(path: Path, capacity_bytes: int) -> None:
-    own_bytes = sum(entry.stat().st_blocks * _BLOCK_BYTES for entry in os.scandir(path) if entry.is_file())
-    room_bytes = shutil.disk_usage(path).free + own_bytes
-    if room_bytes < capacity_bytes:
-        log.warning(
-            "data_dir %s may use %s but its file system has room for %d MiB: the node evicts earlier; lower capacity",
-            path,
-            format_size(capacity_bytes),
-            room_bytes >> 20,
-        )

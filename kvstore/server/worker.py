@@ -19,7 +19,7 @@ from types import FrameType as StackFrame
 from typing import Final
 
 from kvstore.errors import KVStoreError
-from kvstore.limits import CONNECTIONS_MAX, SECOND_NS
+from kvstore.limits import CONNECTIONS_MAX, DESCRIPTORS_OWN, SECOND_NS
 from kvstore.server.admission import Admission, OpenAdmission
 from kvstore.server.connection import Connection
 from kvstore.server.dataplane import DataPlane, Identity
@@ -38,7 +38,6 @@ _BOOT_ID_BYTES: Final = 16
 _GC_OBJECTS: Final = 100_000
 """New objects between collections: the hot path makes no cycles, and a full pass would be a pause."""
 _LINGER_NS: Final = SECOND_NS // 5
-_DESCRIPTORS_OWN: Final = 128  # of drives, rings, pipes, sockets to the supervisor
 _SIGNAL_BYTES: Final = 64
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::"})
 
@@ -213,12 +212,12 @@ def allow_descriptors() -> None:
     """Raises the soft limit on open files as far as the hard one allows, and says when that is too little."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard != resource.RLIM_INFINITY and hard < CONNECTIONS_MAX + _DESCRIPTORS_OWN:
+    if hard != resource.RLIM_INFINITY and hard < CONNECTIONS_MAX + DESCRIPTORS_OWN:
         log.warning(
             "%d open files are allowed, %d connections need %d: raise the hard limit (ulimit -Hn, LimitNOFILE=)",
             hard,
             CONNECTIONS_MAX,
-            CONNECTIONS_MAX + _DESCRIPTORS_OWN,
+            CONNECTIONS_MAX + DESCRIPTORS_OWN,
         )
 
 

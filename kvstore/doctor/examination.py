@@ -1,0 +1,136 @@
+"""All checks of a machine for one node, in the order of the table; and the few that every start makes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvstore.doctor.etcd import check_etcd, read_etcd
+from kvstore.doctor.finding import Finding, Fix, Status
+from kvstore.doctor.machine import check_machine, read_machine
+from kvstore.doctor.network import (
+    check_dscp_rules,
+    check_queue,
+    check_tcp,
+    read_dscp_rules,
+    read_queues,
+    read_tcp,
+    served_netdevs,
+)
+from kvstore.doctor.ports import check_advertised, check_port, read_advertised, read_ports
+from kvstore.doctor.process import check_process, read_process
+from kvstore.doctor.rdma import RdmaFacts, check_rdma, read_rdma
+from kvstore.doctor.storage import PlaceFacts, check_places, check_trial
+from kvstore.doctor.storage_reading import read_place, try_place
+from kvstore.doctor.system import LinuxSystem, System
+from kvstore.doctor.topology import check_topology, read_topology
+from kvstore.settings import NodeSettings, inspect_node_settings
+
+log = logging.getLogger(__name__)
+
+
+def examine(flags: Mapping[str, object], *, config: Path | None = None, system: System | None = None) -> list[Finding]:
+    """Every check, for a node with these settings; missing or wrong ones are findings themselves.
+
+    Takes up to some seconds where addresses do not answer. Writes nothing but a file without a name into each data
+    dir, for as long as it tries I/O on it.
+
+    Args:
+        flags, config: as for `load_node_settings`.
+        system: the machine to read from; None is this one.
+
+    Raises:
+        InvalidRequest: the file of `config` cannot be read or parsed.
+    """
+    system = system or LinuxSystem()
+    settings, faults = inspect_node_settings(flags, config=config)
+    rdma, places = _rdma(system, settings), _places(system, settings)
+    netdevs = served_netdevs(system, settings.host)
+    dscp = read_dscp_rules(system)
+    findings = [check_settings(settings, faults)]
+    findings += check_machine(read_machine(system, memory_wanted_bytes=settings.cache + settings.staging))
+    findings += _process(system, settings, rdma)
+    findings += check_places(places)
+    for facts in places:
+        if not facts.problem:
+            findings += check_trial(try_place(facts.path, mode_wanted=settings.device))
+    findings += [check_port(facts) for facts in read_ports(system, hosts=settings.host, ports=_ports(settings))]
+    advertised = read_advertised(hosts=settings.host, advertise=settings.advertise, port=settings.data_port)
+    findings += [check_advertised(facts) for facts in advertised]
+    findings += check_etcd(read_etcd(settings.cluster))
+    findings += check_tcp(read_tcp(system))
+    findings += [check_queue(facts) for facts in read_queues(system, netdevs, dscp.rules)]
+    findings.append(check_dscp_rules(dscp))
+    findings += check_rdma(rdma)
+    findings += check_topology(read_topology(system, netdevs=netdevs, drives=[facts.drive for facts in places]))
+    return findings
+
+
+def examine_start(settings: NodeSettings, *, system: System | None = None) -> list[Finding]:
+    """What fails, of the checks that take a start no more than some milliseconds: no I/O on drives, nobody is dialled.
+
+    Ports, and the way each drive is driven, are not among them: the start tries those itself, and tells.
+    """
+    system = system or LinuxSystem()
+    findings = check_machine(read_machine(system, memory_wanted_bytes=settings.cache + settings.staging))
+    rdma = _rdma(system, settings)
+    findings += _process(system, settings, rdma)
+    findings += check_places(_places(system, settings))
+    findings += check_rdma(rdma)
+    return [finding for finding in findings if finding.status is Status.FAILING]
+
+
+def log_start(settings: NodeSettings, *, system: System | None = None) -> None:
+    """Log a line for each finding of `examine_start`. Never keeps a node from starting: it tells what will go wrong."""
+    for finding in examine_start(settings, system=system):
+        log.error("doctor: %s", finding.sentence)
+
+
+def check_settings(settings: NodeSettings, faults: Sequence[str]) -> Finding:
+    """Whether a node would start with these settings."""
+    missing = [name for name, value in (("data_dir", settings.data_dir), ("capacity", settings.capacity)) if not value]
+    if not faults and not missing:
+        return Finding(check="settings", status=Status.OK, found="complete", needed="complete and within bounds")
+    unknown = "drives" if "data_dir" in missing else "space"
+    unset = f"{' and '.join(missing)} not set, so the lines about {unknown} say less"
+    return Finding(
+        check="settings",
+        status=Status.FAILING if faults else Status.WARNING,
+        found="; ".join([*faults, *([unset] if missing else [])]),
+        needed="complete and within bounds",
+        fix=Fix(
+            shell="kvstore doctor with the flags (or --config FILE) that kvstore serve gets; kvstore serve --help",
+            systemd="Environment=KVSTORE_DATA_DIR=... and KVSTORE_CAPACITY=..., or KVSTORE_CONFIG=FILE",
+            kubernetes="the values of the chart; kubectl exec POD -- kvstore doctor has the node's own settings",
+        ),
+    )
+
+
+def _ports(settings: NodeSettings) -> list[tuple[str, int]]:
+    return [
+        ("grpc_port", settings.grpc_port),
+        ("data_port", settings.data_port),
+        ("metrics_port", settings.metrics_port),
+    ]
+
+
+def _rdma(system: System, settings: NodeSettings) -> RdmaFacts:
+    told = (*settings.host, settings.advertise) if settings.advertise else settings.host
+    return read_rdma(system, transport=settings.transport, hosts=told)
+
+
+def _process(system: System, settings: NodeSettings, rdma: RdmaFacts) -> list[Finding]:
+    facts = read_process(
+        system,
+        locked_bytes=settings.cache + settings.staging,
+        rdma_wanted=settings.transport == "rdma",
+        rdma_present=bool(rdma.ports) and settings.transport == "auto",
+        registers_for_drives=settings.device != "threads",
+    )
+    return check_process(facts)
+
+
+def _places(system: System, settings: NodeSettings) -> list[PlaceFacts]:
+    needed_bytes = settings.capacity_each_bytes if settings.data_dir else 0
+    return [read_place(system, path, needed_bytes=needed_bytes) for path in settings.data_dir]
