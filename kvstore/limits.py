@@ -145,6 +145,9 @@ ACCESS_TICK_NS: Final = 100 * MS_NS  # u32 ticks last 13 years
 CAPACITY_BYTES_MIN: Final = 64 * MiB
 CLUSTER_VALUE_BYTES_MAX: Final = 64 * KiB
 TARGETS_MAX: Final = 4_096
+RELAYS_MAX: Final = 4_096
+TARGET_NAME_BYTES_MAX: Final = 256  # an id, a label, an address
+RAILS_MAX: Final = 16
 DATA_DIRS_MAX: Final = 64
 SEGMENTS_MIN: Final = 16  # fewer, and evicting one takes too much of the drive at once
 STAGING_BYTES_MIN: Final = 16 * MiB
@@ -154,6 +157,28 @@ SCRUB_BYTES_SECOND_DEFAULT: Final = 2 * MiB
 SCRUB_REST_NS: Final = 60 * SECOND_NS  # between rounds, so that a small drive is not read without end
 SHUTDOWN_NS_DEFAULT: Final = 20 * SECOND_NS
 SHUTDOWN_NS_MAX: Final = 600 * SECOND_NS
+
+# --- cluster ---------------------------------------------------------------------------------------------------
+COPIES_MAX: Final = 3
+PREVIOUS_PLACEMENTS_MAX: Final = 4  # each is one more place where a lookup may have to ask
+PREVIOUS_KEEP_NS_DEFAULT: Final = 3600 * SECOND_NS
+PREVIOUS_KEEP_NS_MAX: Final = 7 * 24 * 3600 * SECOND_NS
+PLACE_CELLS_MAX: Final = 1 << 18  # scores (heads times targets) computed at once: 2 MiB an array
+DOWN_KEEP_NS: Final = 24 * 3600 * SECOND_NS  # a target that stays away longer leaves the view
+ABSENT_GRACE_NS: Final = 10 * SECOND_NS  # for nodes to register anew with a store that came back empty
+LEASE_TTL_NS_DEFAULT: Final = 10 * SECOND_NS
+LEASE_TTL_NS_MIN: Final = 1 * SECOND_NS  # etcd counts whole seconds
+LEASE_TTL_NS_MAX: Final = 600 * SECOND_NS
+STORE_CALL_NS: Final = 5 * SECOND_NS  # one call of the cluster store over all its members
+STORE_ATTEMPT_NS: Final = 1 * SECOND_NS  # one member of it, before the next is asked
+STORE_PAUSE_NS: Final = 50 * MS_NS  # between two attempts
+STORE_ENTRIES_MAX: Final = 65_536
+STORE_NAME_BYTES_MAX: Final = 1_024
+STORE_VALUE_BYTES_MAX: Final = 1 * MiB  # etcd takes requests of 1.5 MiB
+STORE_MEMBERS_MAX: Final = 16
+STORE_MESSAGE_BYTES_MAX: Final = 256 * MiB  # all entries of a cluster in one answer
+STORE_RETRY_NS_MIN: Final = 100 * MS_NS
+STORE_RETRY_NS_MAX: Final = 2 * SECOND_NS
 
 # --- supervisor ------------------------------------------------------------------------------------------------
 CONTROL_DEADLINE_NS: Final = 10 * SECOND_NS
@@ -231,6 +256,8 @@ assert CHECKSUM_BYTES_MIN % PAGE_BYTES == 0
 assert HELLO_BODY_BYTES_MAX > TOKEN_BYTES_MAX + NODE_ID_BYTES_MAX
 assert SLICES_PER_FRAME_MAX + 8 <= IO_VECTORS_MAX
 assert VIEW_BYTES_MAX < FRAME_BODY_BYTES_MAX
+assert VIEW_BYTES_MAX <= STORE_VALUE_BYTES_MAX, "the view is one entry of the cluster store"
+assert STORE_ATTEMPT_NS * 3 <= STORE_CALL_NS, "with one of three members frozen a call still reaches another"
 assert GRPC_KEEPALIVE_NS + GRPC_KEEPALIVE_WAIT_NS < EDGE_IDLE_NS, "a quiet call must not be taken for an idle peer"
 assert ADMIN_BYTES_MAX < FRAME_BODY_BYTES_MAX
 assert READ_AHEAD_BYTES >= 80 + SLICE_BYTES_MAX // CHECKSUM_BYTES_MIN * 4, "a slice's head should fit the read-ahead"

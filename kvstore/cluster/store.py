@@ -1,121 +1,140 @@
-"""Where the cluster's few facts are kept: the node's name, the view's last epoch. Never per-chunk data.
+"""The cluster store: a few small entries that all nodes share, leases that bind entries to a living node, and a watch.
 
-`ClusterStore` is what the node sees; `FileStore` is the embedded one, for a node on its own.
+Two implementations, one suite that both pass (`kvstore.testing.cluster_suite`): `FileClusterStore`, embedded, for one
+process, and `EtcdClusterStore`. What the entries mean is said in `kvstore.cluster.catalog`; per chunk there is nothing.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from pathlib import Path
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Final, Protocol
 
-from kvstore.errors import Closed, FormatUnsupported, InvalidRequest, Unavailable
-from kvstore.limits import CLUSTER_VALUE_BYTES_MAX
+from kvstore.errors import InvalidRequest
+from kvstore.limits import LEASE_TTL_NS_MAX, LEASE_TTL_NS_MIN, STORE_NAME_BYTES_MAX, STORE_VALUE_BYTES_MAX
 
-_VERSION: Final = 1
-_KEY: Final = re.compile(r"[a-z0-9_]+(/[a-z0-9_.:-]+)*")
+ABSENT: Final = 0
+"""As an expected revision: the entry must not exist."""
+
+NO_LEASE: Final = 0
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_.%~-]+(/[A-Za-z0-9_.%~-]+)*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A value, the revision at which it was written, and the lease that it lives under, or NO_LEASE."""
+
+    value: str
+    revision: int
+    lease: int = NO_LEASE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """All entries at one moment.
+
+    Attributes:
+        store_id: of this store's history; another one means that it was made anew, and revisions count from the start.
+        revision: of the moment; every change has a higher one than all before it.
+    """
+
+    store_id: str
+    revision: int
+    entries: Mapping[str, Entry]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """An entry that was written, or removed (None): deleted, or its lease ended."""
+
+    name: str
+    entry: Entry | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """A time-bound registration. `ttl_ns` is what the store granted, which may be more than was asked for."""
+
+    id: int
+    ttl_ns: int
 
 
 class ClusterStore(Protocol):
-    """Small values by name, replaced atomically. Names are paths such as "node/id"; values at most 64 KiB."""
+    """See the module. Every call ends within STORE_CALL_NS, however many members of the store are gone.
 
-    def get(self, key: str) -> str | None:
-        """The value, or None. Raises Unavailable."""
-
-    def put(self, key: str, value: str) -> None:
-        """Durable when it returns. Raises Unavailable when it cannot be kept."""
-
-    def close(self) -> None:
-        """Idempotent; later calls raise Closed."""
-
-
-class FileStore:
-    """All values in one JSON file, replaced by rename and synced. For one process at a time.
-
-    Raises, from the constructor too:
-        Unavailable: the file cannot be read or written.
-        FormatUnsupported: the file is not ours, or of a newer version.
+    Each method raises, besides what it says itself:
+        Unavailable, DeadlineExceeded: the store does not answer; nothing was changed. What was loaded before stays
+            valid, and what needs the store to decide has to wait.
+        Denied: the store does not accept who we are.
+        Closed: after `close`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._values = _read(path)
-        self._closed = False
+    async def load(self) -> Image:
+        """All entries, as of a moment after the call began: no other node's finished write is missing."""
 
-    def get(self, key: str) -> str | None:
-        self._check_open()
-        return self._values.get(_checked(key))
+    async def put(self, name: str, value: str, *, expected: int | None = None, lease: int = NO_LEASE) -> int:
+        """Write an entry; durable when it returns.
 
-    def put(self, key: str, value: str) -> None:
-        self._check_open()
-        if len(value.encode()) > CLUSTER_VALUE_BYTES_MAX:
-            raise InvalidRequest(f"value of {key!r} is larger than {CLUSTER_VALUE_BYTES_MAX} bytes; store less")
-        if self._values.get(_checked(key)) == value:
-            return
-        values = self._values | {key: value}
-        _write(self._path, values)
-        self._values = values
+        Args:
+            expected: revision that the entry must have, ABSENT if it must not exist; None writes over anything.
+            lease: the entry is removed when this lease ends.
 
-    def close(self) -> None:
-        self._closed = True
+        Returns:
+            The entry's new revision.
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed(f"cluster store {self._path} is closed")
+        Raises:
+            StaleView: the entry is not as expected; nothing was changed. Load, and decide again.
+            LeaseExpired: there is no such lease (any more).
+            OutcomeUnknown: with `expected`: the answer did not come. Load, and see.
+            InvalidRequest: the name is no path of plain names, or the value exceeds STORE_VALUE_BYTES_MAX.
+        """
 
+    async def delete(self, name: str, *, expected: int | None = None) -> bool:
+        """Remove an entry; False when there was none. `expected` and errors as for `put`."""
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Make `path` hold `content`: a reader sees the old file or the new one, also after a power cut.
+    async def grant(self, *, ttl_ns: int) -> Lease:
+        """A lease that ends `ttl_ns` after it was last renewed, or somewhat later. Whole seconds, rounded up."""
 
-    Raises:
-        OSError: as the file system says; `path` is unchanged.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    async def renew(self, lease: int) -> Lease:
+        """Start the lease's time anew. Raises LeaseExpired when it has ended."""
+
+    async def revoke(self, lease: int) -> None:
+        """End a lease, with all its entries, at once. No error when it has ended."""
+
+    def watch(self, image: Image) -> AsyncIterator[tuple[Change, ...]]:
+        """Every change after `image`, in order, what happened at once together. Never ends, but may raise.
+
+        Raises:
+            StaleView: changes may have been missed, or the store was made anew: load again, and watch from there.
+            Unavailable: also when the member that was watched is given up for another.
+        """
+
+    async def close(self) -> None:
+        """Idempotent. Calls in progress, watches included, end with Closed or Unavailable."""
 
 
-def _checked(key: str) -> str:
-    if not _KEY.fullmatch(key):
-        raise InvalidRequest(f"cluster store key {key!r} is not a path of lower case names")
-    return key
+def checked_name(name: str) -> str:
+    """`name`, if it is one. Raises InvalidRequest."""
+    if len(name) > STORE_NAME_BYTES_MAX or not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"cluster store name {name!r:.100} is not a path of plain names with at most {STORE_NAME_BYTES_MAX} bytes; "
+            "percent-encode what people chose"
+        )
+    return name
 
 
-def _read(path: Path) -> dict[str, str]:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise Unavailable(f"cluster store {path} cannot be read: {error.strerror}") from error
-    try:
-        stored = json.loads(content)
-        version, values = stored["version"], stored["values"]
-        sound = isinstance(values, dict) and all(isinstance(value, str) for value in values.values())
-    except (ValueError, TypeError, KeyError) as error:
-        raise FormatUnsupported(f"cluster store {path} is damaged ({error}); move it away to start anew") from error
-    if version != _VERSION or not sound:
-        raise FormatUnsupported(f"cluster store {path} has version {version!r}, this program reads {_VERSION}")
-    return dict(values)
+def checked_value(name: str, value: str) -> bytes:
+    """`value` as bytes. Raises InvalidRequest when it is too long."""
+    content = value.encode()
+    if len(content) > STORE_VALUE_BYTES_MAX:
+        raise InvalidRequest(f"value of {name!r} has {len(content)} bytes, the limit is {STORE_VALUE_BYTES_MAX}")
+    return content
 
 
-def _write(path: Path, values: dict[str, str]) -> None:
-    content = json.dumps({"version": _VERSION, "values": values}, indent=1, sort_keys=True).encode()
-    try:
-        replace_file(path, content)
-    except OSError as error:
-        raise Unavailable(f"cluster store {path} cannot be written: {error.strerror}") from error
+def checked_ttl(ttl_ns: int) -> int:
+    """`ttl_ns`, if a lease can be had for it. Raises InvalidRequest."""
+    if not LEASE_TTL_NS_MIN <= ttl_ns <= LEASE_TTL_NS_MAX:
+        raise InvalidRequest(f"lease of {ttl_ns} ns; it must be from {LEASE_TTL_NS_MIN} to {LEASE_TTL_NS_MAX} ns")
+    return ttl_ns

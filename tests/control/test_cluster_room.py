@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.cluster.store import FileStore, replace_file
-from kvstore.cluster.view import Target, TargetState, View
+from kvstore.cluster.node_file import NodeFile, replace_file
+from kvstore.cluster.view import ReplicaPolicy, Target, TargetState, View
 from kvstore.errors import Closed, FormatUnsupported, InvalidRequest, Unavailable
 from kvstore.wire.codec import pack_plain, unpack_plain
 
@@ -40,15 +40,15 @@ def test_the_epoch_grows_with_each_change_and_only_then(view: View, targets: tup
     assert after.epoch == view.epoch + (targets != view.targets)
 
 
-def test_fields_and_states_of_a_newer_node_are_tolerated() -> None:
-    plain = {
-        "epoch": 3,
-        "node_id": "n",
-        "relays": [],
-        "targets": [{"id": "t", "data": ["h:1"], "weight": 1, "state": "dreaming", "colour": "blue"}],
-    }
-    (target,) = View.from_plain(plain).targets
-    assert target.state is TargetState.DOWN
+def test_fields_that_may_be_missing_have_defaults() -> None:
+    plain = {"epoch": 3, "node_id": "n", "targets": [{"id": "t", "data": ["h:1"], "weight": 1, "state": "serving"}]}
+    view = View.from_plain(plain)
+    assert view == View(
+        epoch=3,
+        node_id="n",
+        targets=(Target(id="t", data=("h:1",), weight=1.0, state=TargetState.SERVING),),
+    )
+    assert (view.relays, view.previous, view.replicas) == ((), (), ReplicaPolicy())
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,12 @@ def test_fields_and_states_of_a_newer_node_are_tolerated() -> None:
         {"epoch": 1, "node_id": 7, "targets": []},
         {"epoch": 1, "node_id": "n", "targets": {}},
         {"epoch": 1, "node_id": "n", "targets": [{}] * 5000},
+        {"epoch": 1, "node_id": "n", "targets": [], "colour": "blue"},
+        {"epoch": 1, "node_id": "n", "targets": [], "replicas": {"copies": 4}},
+        {"epoch": 1, "node_id": "n", "targets": [], "previous": [{}]},
+        {"epoch": 1, "node_id": "n", "targets": [], "relays": [{}]},
+        {"epoch": 1, "node_id": "n", "targets": [{"id": "t", "data": [], "weight": 1, "state": "dreaming"}]},
+        {"epoch": 1, "node_id": "n", "targets": [{"id": "t", "data": [], "weight": 1, "state": "down", "x": 1}]},
         {"epoch": 1, "node_id": "n", "targets": [{"id": "t", "data": "h:1", "weight": 1, "state": "down"}]},
         {"epoch": 1, "node_id": "n", "targets": [{"id": "t", "data": [], "weight": float("nan"), "state": "down"}]},
         {"epoch": 1, "node_id": "n", "targets": [{"id": "t", "data": [], "weight": -1, "state": "down"}]},
@@ -74,13 +80,13 @@ def test_what_is_no_view_is_refused(plain: object) -> None:
 
 def test_the_store_keeps_values_over_restarts(tmp_path: Path) -> None:
     path = tmp_path / "node.json"
-    store = FileStore(path)
+    store = NodeFile(path)
     assert store.get("node/id") is None
     store.put("node/id", "n1")
     store.put("node/boots", "7")
     store.put("node/boots", "8")
     store.close()
-    again = FileStore(path)
+    again = NodeFile(path)
     assert (again.get("node/id"), again.get("node/boots")) == ("n1", "8")
     assert [entry.name for entry in tmp_path.iterdir()] == ["node.json"]
     with pytest.raises(Closed):
@@ -88,7 +94,7 @@ def test_the_store_keeps_values_over_restarts(tmp_path: Path) -> None:
 
 
 def test_the_store_bounds_names_and_values(tmp_path: Path) -> None:
-    store = FileStore(tmp_path / "node.json")
+    store = NodeFile(tmp_path / "node.json")
     with pytest.raises(InvalidRequest):
         store.put("../x", "1")
     with pytest.raises(InvalidRequest):
@@ -102,11 +108,11 @@ def test_a_damaged_store_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "node.json"
     path.write_bytes(content)
     with pytest.raises(FormatUnsupported, match=r"node\.json"):
-        FileStore(path)
+        NodeFile(path)
 
 
 def test_a_store_that_cannot_be_written_keeps_the_old_value(tmp_path: Path) -> None:
-    store = FileStore(tmp_path / "gone" / "node.json")
+    store = NodeFile(tmp_path / "gone" / "node.json")
     with pytest.raises(Unavailable, match="cannot be written"):
         store.put("node/id", "n")
     assert store.get("node/id") is None

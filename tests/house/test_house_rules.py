@@ -23,7 +23,7 @@ INTEGRATIONS = "client/kvstore_client/integrations/"
 THIRD_PARTY_HOMES: dict[str, tuple[str, ...]] = {
     "blake3": ("kvstore/types/digest.py",),
     "fastcrc": ("kvstore/types/checksum.py",),
-    "grpc": (GRPC_EDGE,),
+    "grpc": (GRPC_EDGE, "kvstore/cluster/etcd_client.py"),
     "grpc_health": (GRPC_EDGE,),
     "grpc_reflection": (GRPC_EDGE,),
     "hypothesis": ("kvstore/testing/",),
