@@ -31,11 +31,17 @@ from kvstore_client.waiting import first_bytes, set_timeout
 READ: Final = 1
 WRITE: Final = 2
 Steps: TypeAlias = Generator[int, None, None]
-Quick: TypeAlias = tuple[
-    Callable[[bytes, int], int],
-    Callable[[Sequence[memoryview | bytearray]], tuple[int, list[tuple[int, int, bytes]], int, object]],
-    Callable[[], int],
-]
+
+
+class Receive(Protocol):
+    """`socket.recvmsg_into` of a connection: the number of bytes first."""
+
+    def __call__(
+        self, buffers: Sequence[memoryview | bytearray], ancillary_bytes: int = 0, flags: int = 0, /
+    ) -> tuple[int, object, int, object]: ...
+
+
+Quick: TypeAlias = tuple[Callable[[bytes, int], int], Receive, Callable[[], int]]
 
 _WAIT_ALL_BYTES_MIN: Final = 128 * 1024
 """From this much missing payload on, one waiting receive is cheaper than several early ones. Less is mostly there at
@@ -346,7 +352,7 @@ class Connection:
         return request_id
 
     def end_at_once(self, epoch: int) -> None:
-        """The call of `send_at_once` was answered by one final DATA frame, which was received by `receive_into`."""
+        """The call of `send_at_once` was answered by DATA frames, the last one final, received with `quick`."""
         self._session.receive(FrameType.DATA, self._session.request_id, is_final=True)
         if epoch:
             self._greeting.saw_epoch(epoch)
@@ -485,7 +491,7 @@ class Connection:
         hello = Hello(
             version_min=VERSION,
             version_max=VERSION,
-            features=Feature.FINAL_DATA,
+            features=Feature.FINAL_DATA | Feature.DATA_CRCS,
             client_id=self._greeting.client_id,
             boot_id=self._greeting.seen_boot_id(),
             token=self._greeting.token,

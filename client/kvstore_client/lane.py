@@ -18,8 +18,9 @@ from kvstore.limits import DIGEST_BYTES, SLICE_BYTES_MAX
 from kvstore.types.checksum import crc32c, crc_table
 from kvstore.types.keys import KeyChain
 from kvstore.types.results import Hit, Miss
+from kvstore.wire.expected import DATA_START
 from kvstore.wire.header import HEADER_BYTES
-from kvstore.wire.plain import CRC_AT, DATA_FLAGS, DATA_START, GetFrames, plain_data
+from kvstore.wire.plain import CRC_AT, DATA_FLAGS, GetFrames, plain_data
 from kvstore.wire.slices import Slice
 from kvstore_client.connection import Connection
 from kvstore_client.loads import Begun, node_deadline_ns

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvstore.errors import DeadlineExceeded, Overloaded, Unavailable
@@ -36,12 +37,14 @@ class Begun(NamedTuple):
         connection: with its link: the request is on its way, the answer is another one than expected. None when over.
         slices: what has come to where it belongs, when some of it was garbled.
         deadline_ns: of the call.
+        done: content id of each item that has come whole, verified, in frames before.
     """
 
     target: TargetId
     connection: tuple[TargetLink, Connection] | None
     slices: Sequence[Slice]
     deadline_ns: int
+    done: Mapping[int, bytes] = MappingProxyType({})
 
 
 class LoadJob(Job):
@@ -147,10 +150,16 @@ class LoadJob(Job):
         if self._may_re_ask and any(record.is_doubtful for record in self.records):
             connection.close()  # whatever garbles bytes there shall not do it to the second try
 
-    def is_asked_on(self, link: TargetLink, connection: Connection) -> None:
-        """Before the first run: the request was sent on this connection already, which the job holds from now on."""
+    def is_asked_on(self, link: TargetLink, connection: Connection, done: Mapping[int, bytes]) -> None:
+        """Before the first run: the request was sent on this connection already, which the job holds from now on.
+
+        Args:
+            done: Content id of each record that has come whole and matched its checksums.
+        """
         self.begun_on = (link, connection)
         self._is_asked = self._has_run = True
+        for item, content_id in done.items():
+            self.records[item].has_come(content_id)
 
     def take_over(self, frame_slices: Sequence[Slice]) -> None:
         """Before the first run: these slices have come, one for each record, to where the records belong; some were

@@ -119,10 +119,10 @@ class TargetLink:
         idle = self._idle
         if not idle or self._is_drop_due or len(self._in_use) >= self._options.connections_per_target:
             return None
-        found = idle[-1]
-        if found.flow is not flow or not found.is_idle or not found.ends_with_data:
+        found = self._last_idle(flow)
+        if found is None or not found.is_idle or not found.ends_with_data:
             return None
-        idle.pop()
+        idle.remove(found)
         if idle:
             self._close_aged(now_ns)
         self._in_use.add(found)
@@ -139,12 +139,25 @@ class TargetLink:
         ):
             return None
         found = idle[-1]
-        if found.quick is None or found.flow is not flow or found.is_abandoned:
+        if found.flow is not flow:
+            other = self._last_idle(flow)
+            if other is None:
+                return None
+            found = other
+        if found.quick is None or found.is_abandoned:
             return None
         if len(idle) > 1 and now_ns - idle[0].idle_since_ns > self._options.idle_ns:
             return None
-        self._in_use.add(idle.pop())
+        idle.remove(found)
+        self._in_use.add(found)
         return found
+
+    def _last_idle(self, flow: FlowClass) -> Connection | None:
+        """The idle connection of that class that was used last: one of another class may have been since."""
+        for one in reversed(self._idle):
+            if one.flow is flow:
+                return one
+        return None
 
     def put_ready(self, connection: Connection) -> bool:
         """The call on a connection of `take_ready` went well; False, and nothing done, when it is for `give_back`."""

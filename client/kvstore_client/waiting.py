@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Final
 
 from kvstore.limits import SECOND_NS
@@ -19,9 +20,9 @@ def set_timeout(held: socket.socket, option: int, wait_ns: int) -> int:
     return wait_ns
 
 
-def first_bytes(buffers: list[memoryview], length_bytes: int) -> list[memoryview]:
-    """The first `length_bytes` of the buffers, which have more."""
-    first = []
+def first_bytes(buffers: Sequence[memoryview], length_bytes: int) -> list[memoryview]:
+    """The first `length_bytes` of the buffers, which have as many."""
+    first: list[memoryview] = []
     for view in buffers:
         first.append(view[:length_bytes] if len(view) > length_bytes else view)
         length_bytes -= len(first[-1])

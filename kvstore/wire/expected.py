@@ -1,7 +1,7 @@
-"""The one DATA frame that answers most small reads: whole records of one length, all of them hits, nothing else.
+"""What most reads ask for, and the DATA frames that answer them: whole records of one length, all of them hits.
 
-A reader that knows its bytes beforehand receives head and payload at once, straight to where they belong. Whatever
-else comes is no fault: it is read again by `FrameReader`, which knows every frame.
+A reader that knows beforehand what they look like compares instead of decoding, and receives payload straight to where
+it belongs. Whatever else comes is no fault: it is read again by `FrameReader`, which knows every frame.
 """
 
 from __future__ import annotations
@@ -10,23 +10,29 @@ import struct
 from functools import lru_cache
 from typing import Final
 
-from kvstore.errors import ChecksumMismatch
-from kvstore.limits import BATCH_ITEMS_MAX, DIGEST_BYTES, REQUEST_NS_MAX
+from kvstore.limits import (
+    BATCH_ITEMS_MAX,
+    DIGEST_BYTES,
+    FRAME_PAYLOAD_BYTES_MAX,
+    REQUEST_NS_MAX,
+    SLICES_PER_FRAME_MAX,
+)
 from kvstore.types.checksum import crc32c
 from kvstore.wire.codec import pack_fields, unpack_fields
 from kvstore.wire.header import HEADER_BYTES, MAGIC, VERSION, FrameType
-from kvstore.wire.slices import DESCRIPTOR_BYTES, FLAG_FINAL, FLAG_LAST, Slice
+from kvstore.wire.slices import DESCRIPTOR_BYTES, FLAG_FINAL, FLAG_LAST
 
 _PLAIN: Final = (b"", b"", b"", 0, False, False)  # the fields of a GET behind its deadline: whole records, any copy
 _GET_FIELDS: Final = 3 + len(_PLAIN)
-_START: Final = struct.Struct("<2sBBIII")  # the header up to its epoch
-_END: Final = struct.Struct("<QII")
-_U32: Final = struct.Struct("<I")
-_BEFORE_ID: Final = struct.Struct("<IQIBBH")  # a descriptor up to its content id
+DATA_START: Final = MAGIC + bytes([VERSION, FrameType.DATA])
+_HEADER: Final = struct.Struct("<4sIIIQII")
+_SLICE: Final = struct.Struct("<I16s16s12s")  # item, what stands before the content id, that, what stands behind it
+_BEFORE_ID: Final = struct.Struct("<QIBBH")
 _AFTER_ID: Final = struct.Struct("<QI")
-_ID_AT: Final = _BEFORE_ID.size
-_REST_AT: Final = DESCRIPTOR_BYTES - _AFTER_ID.size
+_EPOCH_AT: Final = 16
 _CRC_AT: Final = HEADER_BYTES - 4
+assert _HEADER.size == HEADER_BYTES
+assert _SLICE.size == DESCRIPTOR_BYTES
 
 
 def get_body(namespace: bytes, keys: bytes, deadline_ns: int) -> bytes:
@@ -56,80 +62,69 @@ def plain_get(body: bytes | bytearray) -> tuple[bytes, bytes, int] | None:
     return None
 
 
-class ExpectedData:
-    """The final DATA frame of `count` hits of `record_bytes` each.
+class WholeRecords:
+    """The DATA frames that bring whole records of one length, in any order and grouping.
 
     Attributes:
-        head_bytes: length of header and body.
-        payload_bytes: length of the payload behind them.
+        record_bytes: of each record.
+        cuts: the checksum blocks of a record; empty when it is one.
     """
 
-    __slots__ = ("_befores", "_block_bytes", "_rest", "_table_bytes", "head_bytes", "payload_bytes", "record_bytes")
+    __slots__ = ("_before", "_rest", "_slice_bytes", "cuts", "record_bytes")
 
-    def __init__(self, count: int, record_bytes: int, block_bytes: int) -> None:
+    def __init__(self, record_bytes: int, block_bytes: int) -> None:
         """
         Args:
-            count: of records; at most SLICES_PER_FRAME_MAX.
             record_bytes: of each; above 0, at most SLICE_BYTES_MAX.
             block_bytes: the checksum block of all of them.
         """
         words = -(-record_bytes // block_bytes)
+        starts = range(0, record_bytes if words > 1 else 0, block_bytes)
         self.record_bytes = record_bytes
-        self.head_bytes = HEADER_BYTES + count * (DESCRIPTOR_BYTES + 4 * words)
-        self.payload_bytes = count * record_bytes
-        self._block_bytes = block_bytes
-        self._table_bytes = 4 * words
-        self._befores = tuple(_BEFORE_ID.pack(item, 0, record_bytes, 0, FLAG_LAST, words) for item in range(count))
+        self.cuts = tuple(slice(at, at + block_bytes) for at in starts)
+        self._slice_bytes = DESCRIPTOR_BYTES + 4 * words
+        self._before = _BEFORE_ID.pack(0, record_bytes, 0, FLAG_LAST, words)
         self._rest = _AFTER_ID.pack(record_bytes, block_bytes)
 
-    def begins(self, head: bytes | bytearray, received_bytes: int, request_id: int) -> bool:
-        """Whether a frame of which so many bytes have come, `head` first, is this one as far as its header tells."""
-        return (
-            received_bytes >= HEADER_BYTES
-            and head[: _START.size]
-            == _START.pack(
-                MAGIC, VERSION, FrameType.DATA, request_id, self.head_bytes - HEADER_BYTES, self.payload_bytes
-            )
-            and head[_CRC_AT - 4 : _CRC_AT] == _U32.pack(len(self._befores) | FLAG_FINAL)
-        )
+    def begin(self, head: bytearray, request_id: int) -> tuple[int, int, bool] | None:
+        """Records, body length and whether it ends the call, of a frame with this header; None for any other frame."""
+        start, answered_id, body_bytes, payload_bytes, _, flags, _ = _HEADER.unpack(head)
+        count = flags & ~FLAG_FINAL
+        if (
+            start == DATA_START
+            and answered_id == request_id
+            and 0 < count <= SLICES_PER_FRAME_MAX
+            and body_bytes == count * self._slice_bytes
+            and payload_bytes == count * self.record_bytes
+            and payload_bytes <= FRAME_PAYLOAD_BYTES_MAX
+        ):
+            return count, body_bytes, count != flags
+        return None
 
-    def open(self, head: bytes | bytearray) -> tuple[int, list[tuple[bytes, bytes]] | None]:
-        """The node's epoch, and content id and CRC table of each record; None when the body is another one.
+    @staticmethod
+    def epoch(head: bytearray) -> int:
+        """The node's view, as the header of any frame names it."""
+        return int.from_bytes(head[_EPOCH_AT : _EPOCH_AT + 8], "little")
 
-        Args:
-            head: all of header and body.
+    def open(
+        self, head: bytearray, body: bytearray, count: int
+    ) -> tuple[tuple[int, ...], tuple[bytes, ...], list[int]] | None:
+        """Item and content id of each record, and the CRC words of all of them, of a frame that `begin` knows.
 
-        Raises:
-            ChecksumMismatch: They were changed on the way; nothing after them can be trusted.
+        None when the body is another one, or it or its header were changed on the way: somebody else judges that.
         """
-        view = memoryview(head)
-        epoch, _, crc = _END.unpack_from(head, _START.size)
-        if crc32c(view[HEADER_BYTES:], crc32c(view[:_CRC_AT])) != crc:
-            raise ChecksumMismatch("a DATA frame was changed on the way; the connection must be opened anew")
-        at, table, rest, table_bytes = (
-            HEADER_BYTES,
-            HEADER_BYTES + len(self._befores) * DESCRIPTOR_BYTES,
-            self._rest,
-            self._table_bytes,
-        )
-        found: list[tuple[bytes, bytes]] = []
-        for before in self._befores:
-            if head[at : at + _ID_AT] != before or head[at + _REST_AT : at + DESCRIPTOR_BYTES] != rest:
-                return epoch, None
-            found.append((bytes(view[at + _ID_AT : at + _REST_AT]), bytes(view[table : table + table_bytes])))
-            at += DESCRIPTOR_BYTES
-            table += table_bytes
-        return epoch, found
-
-    def slices(self, found: list[tuple[bytes, bytes]]) -> list[Slice]:
-        """What `open` has found, as `FrameReader` would give it."""
-        return [
-            Slice(item, 0, self.record_bytes, 0, True, content_id, self.record_bytes, self._block_bytes, crcs)
-            for item, (content_id, crcs) in enumerate(found)
-        ]
+        view = memoryview(body)
+        if crc32c(view, crc32c(head[:_CRC_AT])) != int.from_bytes(head[_CRC_AT:], "little"):
+            return None
+        at = count * DESCRIPTOR_BYTES
+        items, befores, content_ids, rests = zip(*_SLICE.iter_unpack(view[:at]), strict=True)
+        if befores.count(self._before) != count or rests.count(self._rest) != count:
+            return None
+        # in the machine's byte order: where that is not the wire's nothing matches, and all is read the general way
+        return items, content_ids, view[at:].cast("I").tolist()
 
 
 @lru_cache(maxsize=64)
-def expected_data(count: int, record_bytes: int, block_bytes: int) -> ExpectedData:
-    """See `ExpectedData`; kept, since a caller reads the same again and again."""
-    return ExpectedData(count, record_bytes, block_bytes)
+def whole_records(record_bytes: int, block_bytes: int) -> WholeRecords:
+    """See `WholeRecords`; kept, since a caller reads the same again and again."""
+    return WholeRecords(record_bytes, block_bytes)

@@ -13,12 +13,11 @@ from typing import Final, Protocol
 
 from kvstore.limits import DIGEST_BYTES, REQUEST_NS_MAX
 from kvstore.types.checksum import crc32c
-from kvstore.wire.expected import get_body
+from kvstore.wire.expected import DATA_START, get_body
 from kvstore.wire.header import HEADER_BYTES, MAGIC, VERSION, FrameType
 from kvstore.wire.slices import DESCRIPTOR_BYTES, FLAG_FINAL, Slice, encode_slices
 
 CRC_AT: Final = HEADER_BYTES - 4
-DATA_START: Final = MAGIC + bytes([VERSION, FrameType.DATA])
 DATA_FLAGS: Final = 1 | FLAG_FINAL
 GET_START: Final = MAGIC + bytes([VERSION, FrameType.GET])
 GET_TAIL: Final = b"\xc4\0\xc4\0\xc4\0\0\xc2\xc2"  # no ranges, any copy, no credit, nothing pending, no verify

@@ -1,8 +1,9 @@
-"""The straight way of small reads against a node that answers with one frame, as expected or not."""
+"""The straight way of reads against a node that answers with one frame, as expected or not."""
 
 from __future__ import annotations
 
 import random
+import struct
 import threading
 
 import pytest
@@ -14,8 +15,7 @@ from kvstore.types.namespace import Namespace
 from kvstore.types.results import MissReason
 from kvstore.wire import messages as m
 from kvstore.wire.codec import pack_fields
-from kvstore.wire.expected import expected_data, get_body, plain_get
-from kvstore.wire.frames import FrameReader
+from kvstore.wire.expected import get_body, plain_get, whole_records
 from kvstore.wire.header import FrameType, encode_head
 from kvstore.wire.messages import Get
 from kvstore.wire.slices import FLAG_FINAL, Slice, encode_slices
@@ -308,28 +308,51 @@ def test_the_quick_reader_takes_nothing_that_the_careful_one_would_refuse_or_rea
 
 
 @pytest.mark.parametrize(
-    ("count", "size", "block"), [(1, 1, 4096), (1, 65536, 65536), (3, 10_000, 4096), (960, 64, 4096)]
+    ("items", "size", "block"),
+    [([0], 1, 4096), ([7], 65536, 65536), ([2, 0, 1], 10_000, 4096), (list(range(960)), 64, 4096)],
 )
-def test_what_is_expected_is_what_a_reader_reads(count, size, block) -> None:
-    payloads = [random.Random(at).randbytes(size) for at in range(count)]
+def test_what_is_expected_is_what_a_reader_reads(items, size, block) -> None:
+    payloads = {at: random.Random(at).randbytes(size) for at in items}
     slices = [
         Slice(at, 0, size, 0, True, at.to_bytes(16, "big"), size, block, crc_table(one, block))
-        for at, one in enumerate(payloads)
+        for at, one in payloads.items()
     ]
-    body = encode_slices(slices)
-    head = encode_head(FrameType.DATA, 9, body, payload_bytes=count * size, epoch=4, flags=count | FLAG_FINAL)
-    expected = expected_data(count, size, block)
-    assert expected.head_bytes == len(head)
-    assert expected.begins(head, len(head), 9)
-    assert not expected.begins(head, len(head), 8)
-    assert not expected.begins(head, 31, 9)
-    epoch, found = expected.open(head)
-    assert epoch == 4
-    assert found is not None
-    assert expected.slices(found) == slices
+    count, body = len(items), encode_slices(slices)
+    frame = encode_head(FrameType.DATA, 9, body, payload_bytes=count * size, epoch=4, flags=count | FLAG_FINAL)
+    head = bytearray(frame[:32])
+    records = whole_records(size, block)
+    assert records.begin(head, 9) == (count, len(body), True)
+    assert records.begin(head, 8) is None
+    assert records.epoch(head) == 4
+    words = [word for one in slices for word in struct.unpack(f"<{len(one.crcs) // 4}I", one.crcs)]
+    assert records.open(head, bytearray(body), count) == (
+        tuple(items),
+        tuple(one.content_id for one in slices),
+        words,
+    )
+    assert [len(payloads[items[0]][cut]) for cut in records.cuts] in ([], [4096, 4096, 1808])
+    for bit in random.Random(1).sample(range(8 * len(body)), 8):
+        changed = bytearray(body)
+        changed[bit // 8] ^= 1 << bit % 8
+        assert records.open(head, changed, count) is None
     if size > 1:
-        assert not expected_data(count, size - 1, block).begins(head, len(head), 9)
-    reader = FrameReader()
-    view = reader.buffers()[0]
-    view[:32] = head[:32]
-    assert not reader.ends_call
+        assert whole_records(size - 1, block).begin(head, 9) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"offset": 4096, "record_bytes": 14_096},
+        {"length_bytes": 9_999},
+        {"status": 3},
+        {"last": False},
+        {"record_bytes": 10_001},
+        {"block_bytes": 8192},
+    ],
+)
+def test_a_slice_that_differs_in_one_field_is_not_what_is_expected(change) -> None:
+    good = Slice(1, 0, 10_000, 0, True, bytes(16), 10_000, 4096, bytes(12))
+    for at in (0, 1):
+        body = encode_slices([good._replace(**change) if one == at else good._replace(item=one) for one in (0, 1)])
+        head = encode_head(FrameType.DATA, 9, body, payload_bytes=20_000, flags=2)[:32]
+        assert whole_records(10_000, 4096).open(bytearray(head), bytearray(body), 2) is None
