@@ -240,6 +240,9 @@ VIEW_RETRY_NS: Final = 200 * MS_NS  # between two tries to learn where a target 
 UNPIN_NS_MAX: Final = 500 * MS_NS  # a pin that cannot be given back in this time runs out by itself
 FRAGMENTS_PER_ITEM_MAX: Final = 65_536
 
+# --- rdma ------------------------------------------------------------------------------------------------------
+CHAIN_REQUESTS_MAX: Final = 64  # work requests of one post
+
 # --- telemetry -------------------------------------------------------------------------------------------------
 SERIES_MAX: Final = 300
 

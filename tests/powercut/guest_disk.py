@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from tests.powercut.vm import port_path
+from tests.vm.machine import port_path
 
 DEVICE: Final = "/dev/vda"
 MOUNT: Final = Path("/run/disk")

@@ -15,18 +15,20 @@ from pathlib import Path
 import pytest
 
 from tests.faults.ledger import Event, Fate, Ledger
-from tests.powercut.boot_image import missing_programs
 from tests.powercut.nbd import NbdServer, VolatileDisk
-from tests.powercut.vm import VirtualMachine
+from tests.vm.boot_image import PROGRAMS
+from tests.vm.machine import VirtualMachine, disk_device, missing_programs
 
 DISK_BYTES = 160 << 20
 RISK_BYTES = 512 << 10
 RISK_WAIT_S = 60.0
 
+MISSING = missing_programs((*PROGRAMS, "mkfs.ext4"))
+
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.timeout(2400),
-    pytest.mark.skipif(bool(missing_programs()), reason=f"the virtual machine needs {missing_programs()}"),
+    pytest.mark.skipif(bool(MISSING), reason=f"the virtual machine needs {MISSING}"),
 ]
 
 
@@ -34,7 +36,8 @@ def boot(folder: Path, disk: NbdServer, word: str, seed: int, kind: str, events:
     folder.mkdir()
     (folder / "events").write_text("\n".join(events))
     command = [sys.executable, "-m", "tests.powercut.guest_node", word, str(seed), kind]
-    return VirtualMachine(folder, command, disk=disk.path, sector_bytes=(512, 4096)[seed % 2])
+    disk_at = disk_device(disk.path, sector_bytes=(512, 4096)[seed % 2])
+    return VirtualMachine(folder, command, kit="disk", devices=disk_at)
 
 
 def wait_for_risk(disk: VolatileDisk) -> None:

@@ -7,23 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.powercut.boot_image import missing_programs
 from tests.powercut.nbd import NbdServer, VolatileDisk
-from tests.powercut.vm import VirtualMachine
+from tests.vm.boot_image import PROGRAMS
+from tests.vm.machine import VirtualMachine, disk_device, missing_programs
 
 DISK_BYTES = 128 << 20
 PROGRAM = [sys.executable, "-m", "tests.powercut.guest_disk"]
 
+MISSING = missing_programs((*PROGRAMS, "mkfs.ext4"))
+
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(missing_programs()), reason=f"the virtual machine needs {missing_programs()}"),
+    pytest.mark.skipif(bool(MISSING), reason=f"the virtual machine needs {MISSING}"),
 ]
 
 
 def boot(folder: Path, disk: NbdServer, word: str) -> VirtualMachine:
     folder.mkdir()
-    return VirtualMachine(folder, [*PROGRAM, word], disk=disk.path)
+    return VirtualMachine(folder, [*PROGRAM, word], kit="disk", devices=disk_device(disk.path))
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -1,7 +1,7 @@
-"""Kernel and first file system of the virtual machine: made once from Debian's stock kernel package, then kept.
+"""Kernel and first file system of the tests' virtual machines: made once from Debian's stock kernel, then kept.
 
-The initramfs is busybox, the modules below and `init`, which mounts the host's `/` read-only and hands over. Needs root
-only in so far as `apt-get download` does not: it works for every user on Debian.
+The initramfs is busybox, the modules below and `init`, which loads those of one kit, mounts the host's `/` read-only
+and hands over. Needs no root: `apt-get download` works for every user on Debian.
 """
 
 from __future__ import annotations
@@ -14,28 +14,42 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-PROGRAMS: Final = ("qemu-system-x86_64", "busybox", "cpio", "zstd", "dpkg-deb", "apt-get", "mkfs.ext4")
+PROGRAMS: Final = ("qemu-system-x86_64", "busybox", "cpio", "zstd", "dpkg-deb", "apt-get", "setpriv")
 _META_PACKAGE: Final = "linux-image-amd64"
-_MODULES: Final = (
-    "virtio_pci",
-    "virtio_console",
-    "virtio_blk",
-    "virtio_rng",
-    "9pnet_virtio",
-    "9p",
-    "crc32c_generic",  # ext4 asks for it by a soft dependency, which modules do not name in `depends`
-    "ext4",
+_BASE_MODULES: Final = ("virtio_pci", "virtio_console", "virtio_rng", "9pnet_virtio", "9p")
+_KIT_MODULES: Final = {
+    # ext4 asks for crc32c_generic by a soft dependency, which modules do not name in `depends`
+    "disk": ("virtio_blk", "crc32c_generic", "ext4"),
+    # rxe asks for "crc32" of the crypto interface by name only; without it `rdma link add` fails with ENOENT
+    "rdma": ("veth", "virtio_net", "crc32_generic", "ib_uverbs", "rdma_rxe"),
+}
+KITS: Final = tuple(_KIT_MODULES)
+_MODULE_FILES: Final = (  # patterns of tar, whose * takes in whole folders
+    "drivers/virtio/*",
+    "drivers/char/*",
+    "drivers/block/*",
+    "drivers/infiniband/core/*",
+    "drivers/infiniband/sw/*",
+    "drivers/net/net_failover*",
+    "drivers/net/veth*",
+    "drivers/net/virtio_net*",
+    "net/*",
+    "fs/*",
+    "lib/*",
+    "crypto/*",
+    "arch/*",
 )
-_MODULE_FOLDERS: Final = ("drivers/virtio", "drivers/char", "drivers/block", "net/9p", "fs", "lib", "crypto", "arch")
 
 _INIT: Final = """#!/bin/busybox sh
 b=/bin/busybox
 $b mount -t proc proc /proc; $b mount -t sysfs sys /sys
-while read module; do $b insmod /modules/$module || echo "insmod $module failed"; done < /modules/order
+for word in $($b cat /proc/cmdline); do case $word in kit=*) kit=${word#kit=};; esac; done
+while read module; do $b insmod /modules/$module || echo "insmod $module failed"; done < /modules/order.$kit
 nine=trans=virtio,version=9p2000.L,msize=512000
 $b mount -t 9p -o ro,cache=loose,$nine host /host || echo "no 9p root"
 $b mount -t proc proc /host/proc; $b mount -t sysfs sys /host/sys; $b mount -t devtmpfs dev /host/dev
@@ -58,12 +72,6 @@ class BootImage:
 
     kernel: Path
     initramfs: Path
-
-
-def missing_programs() -> list[str]:
-    """What of `PROGRAMS` this machine lacks."""
-    search = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-    return [name for name in PROGRAMS if shutil.which(name, path=search) is None]
 
 
 def boot_image() -> BootImage:
@@ -117,7 +125,7 @@ def _build(package: Path, scratch: Path) -> None:
     unpacked, root, image = scratch / "package", scratch / "root", scratch / "image"
     for folder in (unpacked, image):
         folder.mkdir()
-    patterns = ["./boot/vmlinuz*", *(f"./lib/modules/*/kernel/{folder}/*" for folder in _MODULE_FOLDERS)]
+    patterns = ["./boot/vmlinuz*", *(f"./lib/modules/*/kernel/{name}" for name in _MODULE_FILES)]
     with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as archive:
         subprocess.run(["tar", "x", "-C", unpacked, "--wildcards", *patterns], stdin=archive.stdout, check=True)
     (image / "vmlinux").write_bytes(_elf_kernel(next(unpacked.glob("boot/vmlinuz-*")).read_bytes()))
@@ -125,11 +133,12 @@ def _build(package: Path, scratch: Path) -> None:
     for name in ("bin", "proc", "sys", "dev", "host", "modules"):
         (root / name).mkdir(parents=True)
     shutil.copy(str(shutil.which("busybox")), root / "bin" / "busybox")
-    order = []
-    for module, content in _modules(unpacked):
-        (root / "modules" / f"{module}.ko").write_bytes(content)
-        order.append(f"{module}.ko\n")
-    (root / "modules" / "order").write_text("".join(order))
+    for kit, wanted in _KIT_MODULES.items():
+        order = []
+        for module, content in _modules(unpacked, (*_BASE_MODULES, *wanted)):
+            (root / "modules" / f"{module}.ko").write_bytes(content)
+            order.append(f"{module}.ko\n")
+        (root / "modules" / f"order.{kit}").write_text("".join(order))
     (root / "init").write_text(_INIT)
     (root / "init").chmod(0o755)
     with (image / "initramfs.img").open("wb") as output:
@@ -152,7 +161,7 @@ def _elf_kernel(compressed: bytes) -> bytes:
     return kernel
 
 
-def _modules(unpacked: Path) -> list[tuple[str, bytes]]:
+def _modules(unpacked: Path, wanted: Sequence[str]) -> list[tuple[str, bytes]]:
     """The wanted modules with all they depend on, in an order in which they load."""
     files = {
         file.name.split(".ko")[0].replace("-", "_"): file for file in unpacked.glob("lib/modules/*/kernel/**/*.ko*")
@@ -170,6 +179,6 @@ def _modules(unpacked: Path) -> list[tuple[str, bytes]]:
             visit(needed.replace("-", "_"))
         found[name] = content
 
-    for name in _MODULES:
+    for name in wanted:
         visit(name)
     return list(found.items())

@@ -1,4 +1,4 @@
-"""A virtual machine that runs one command of this machine's file system, on a disk of its own, until its power goes.
+"""A virtual machine that runs one command of this machine's file system, until it ends or its power goes.
 
 qemu emulates the CPU (no KVM needed: a command begins about 6 s after the start). The guest sees the host's `/`
 read-only; /run, /dev and /dev/shm are its own. What it says leaves at once by a virtio port into a file, so that the
@@ -7,14 +7,16 @@ host has it whatever happens to the guest in the next instant.
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from tests.powercut.boot_image import boot_image
+from tests.vm.boot_image import KITS, boot_image
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 MEMORY_MIB: Final = 1024
@@ -31,17 +33,21 @@ _KERNEL_ARGUMENTS: Final = (
 class VirtualMachine:
     """One boot. The command runs in the repository's root with the same interpreter as the caller's, as root.
 
-    In the guest: /run/disk is an empty folder to mount on, /run/tmp for temporary files, /dev/vda the disk,
-    `port_path()` names the device that `said` on the host reads.
+    In the guest: /run/control is `folder`, /run/disk an empty folder to mount on, /run/tmp for temporary files,
+    /dev/vda the disk if there is one, `port_path()` names the device that `said` on the host reads.
 
     Args:
         folder: an empty folder on the host, for what goes in and out; kept by the caller.
         command: program and arguments.
-        disk: Unix socket of an NBD server.
-        sector_bytes: what the disk says its sectors are.
+        kit: which of the image's kernel modules are loaded.
+        devices: qemu's arguments for what this machine has besides, as those of `disk_device` and `link_device`.
+        before: shell lines that run before the command.
     """
 
-    def __init__(self, folder: Path, command: Sequence[str], *, disk: Path, sector_bytes: int = 512) -> None:
+    def __init__(
+        self, folder: Path, command: Sequence[str], *, kit: str, devices: Sequence[str] = (), before: str = ""
+    ) -> None:
+        assert kit in KITS, kit
         self._folder = folder
         self._status = folder / "status"
         self._said = folder / "said"
@@ -50,20 +56,19 @@ class VirtualMachine:
             "export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/run/tmp TMPDIR=/run/tmp\n"
             "export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 LC_ALL=C.UTF-8\n"
             f"export PYTHONPATH={ROOT}:{ROOT}/client:{ROOT}/bench\n"
-            f"cd {shlex.quote(str(ROOT))}\nexec {shlex.join(command)}\n"
+            f"cd {shlex.quote(str(ROOT))}\n{before}\nexec {shlex.join(command)}\n"
         )
         image = boot_image()
-        arguments = ["qemu-system-x86_64", "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]
+        arguments = ["setpriv", "--pdeathsig", "KILL"]  # no machine outlives the test that made it
+        arguments += ["qemu-system-x86_64", "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]
         arguments += ["-M", "q35", "-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max", "-smp", "2"]
         arguments += ["-m", str(MEMORY_MIB), "-kernel", str(image.kernel), "-initrd", str(image.initramfs)]
-        arguments += ["-append", _KERNEL_ARGUMENTS, "-serial", f"file:{folder}/console", "-device", "virtio-rng-pci"]
-        arguments += ["-chardev", f"file,id=said,path={self._said}", "-device", "virtio-serial-pci"]
+        arguments += ["-append", f"{_KERNEL_ARGUMENTS} kit={kit}", "-serial", f"file:{folder}/console"]
+        arguments += ["-device", "virtio-rng-pci", "-device", "virtio-serial-pci"]
+        arguments += ["-chardev", f"file,id=said,path={self._said}"]
         arguments += ["-device", f"virtserialport,chardev=said,name={PORT_NAME}"]
         arguments += ["-virtfs", "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap,id=host"]
-        arguments += ["-virtfs", f"local,path={folder},mount_tag=control,security_model=none,id=control"]
-        arguments += ["-blockdev", f"nbd,node-name=disk,server.type=unix,server.path={disk},cache.direct=on"]
-        sizes = f"logical_block_size={sector_bytes},physical_block_size=4096"
-        arguments += ["-device", f"virtio-blk-pci,drive=disk,write-cache=on,{sizes}"]
+        arguments += ["-virtfs", f"local,path={folder},mount_tag=control,security_model=none,id=control", *devices]
         with (folder / "qemu").open("wb") as log:
             self._process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
@@ -104,6 +109,11 @@ class VirtualMachine:
         self._process.kill()
         self._process.wait()
 
+    def output(self) -> str:
+        """All that the command has printed so far."""
+        file = self._folder / "output"
+        return file.read_text(errors="replace") if file.exists() else ""
+
     def printed(self) -> str:
         """The ends of what qemu, the guest's console and the command printed."""
         parts = []
@@ -118,6 +128,43 @@ class VirtualMachine:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+def disk_device(disk: Path, *, sector_bytes: int = 512) -> list[str]:
+    """A virtio disk, /dev/vda in the guest.
+
+    Args:
+        disk: Unix socket of an NBD server.
+        sector_bytes: what the disk says its sectors are.
+    """
+    sizes = f"logical_block_size={sector_bytes},physical_block_size=4096"
+    return [
+        *("-blockdev", f"nbd,node-name=disk,server.type=unix,server.path={disk},cache.direct=on"),
+        *("-device", f"virtio-blk-pci,drive=disk,write-cache=on,{sizes}"),
+    ]
+
+
+def link_device(folder: Path, *, host: int) -> list[str]:
+    """One end of a wire between two machines, eth0 in the guest; both may start in any order.
+
+    Args:
+        folder: short path on the host where both ends have their sockets.
+        host: 0 or 1.
+    """
+    assert host in (0, 1), host
+    here, there = folder / f"link.{host}", folder / f"link.{1 - host}"
+    here.unlink(missing_ok=True)
+    ends = f"local.type=unix,local.path={here},remote.type=unix,remote.path={there}"
+    return [
+        *("-netdev", f"dgram,id=link,{ends}"),
+        *("-device", f"virtio-net-pci,netdev=link,host_mtu=4200,mac=52:54:00:77:00:0{host + 1},romfile="),
+    ]
+
+
+def missing_programs(names: Sequence[str]) -> list[str]:
+    """What of `names` this machine lacks."""
+    search = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    return [name for name in names if shutil.which(name, path=search) is None]
 
 
 def port_path() -> Path:

@@ -1,0 +1,49 @@
+"""Which verbs library this process uses: the one asked for, or what is there."""
+
+from __future__ import annotations
+
+import importlib
+from enum import Enum
+from typing import Final, Protocol, cast
+
+from kvstore.errors import Unavailable
+from kvstore.transport.rdma.verbs import Verbs
+
+
+class Backend(Enum):
+    """Verbs libraries, in the order in which `auto` tries them."""
+
+    IBVERBS = "ibverbs"
+    PYVERBS = "pyverbs"
+
+
+_HOMES: Final = {
+    Backend.IBVERBS: ("kvstore.transport.rdma.ibverbs_backend", "IbverbsVerbs"),
+    Backend.PYVERBS: ("kvstore.transport.rdma.pyverbs_backend", "PyverbsVerbs"),
+}
+_FIX: Final = "install the extra kvstore[rdma] or Debian's python3-pyverbs"
+
+
+class _Maker(Protocol):
+    def __call__(self) -> Verbs: ...
+
+
+def open_verbs(backend: Backend | None = None) -> Verbs:
+    """The library, loaded now and not before.
+
+    Args:
+        backend: None takes the first that can be loaded.
+
+    Raises:
+        Unavailable: It, or each of them, cannot; the text names the reasons and what to install.
+    """
+    reasons = []
+    for one in [backend] if backend else Backend:
+        module, name = _HOMES[one]
+        try:
+            maker = cast("_Maker", getattr(importlib.import_module(module), name))
+        except ImportError as error:
+            reasons.append(f"{one.value}: {error}")
+        else:
+            return maker()
+    raise Unavailable(f"no RDMA verbs library can be loaded ({'; '.join(reasons)}); {_FIX}")
