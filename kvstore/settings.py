@@ -160,7 +160,8 @@ class NodeSettings(BaseSettings):
     drain_timeout: Duration = Field(
         SHUTDOWN_NS_DEFAULT, le=SHUTDOWN_NS_MAX, description="how long calls in progress may take at the end"
     )
-    insecure: bool = Field(False, description="allow addresses beyond loopback without TLS and roles")
+    tenants: str = Field("", description="file that describes the tenants and their tokens; empty is an open node")
+    insecure: bool = Field(False, description="allow addresses beyond loopback without tenants")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is worth a line")
     log_format: Literal["human", "json"] = Field("human", description="how a line looks")
 
@@ -233,10 +234,10 @@ def _check_addresses(settings: NodeSettings) -> None:
     if not settings.host:
         raise ValueError("host is empty; name an address to listen on, such as 127.0.0.1")
     for host in settings.host:
-        if not settings.insecure and not is_loopback(host):
+        if not settings.insecure and not settings.tenants and not is_loopback(host):
             raise ValueError(
-                f"host {host} is reachable from other machines, and this build has neither TLS nor roles; "
-                "listen on 127.0.0.1, or pass --insecure where the network is trusted"
+                f"host {host} is reachable from other machines, and no tenants are known; listen on 127.0.0.1, "
+                "pass --tenants FILE, or pass --insecure where the network is trusted"
             )
         if is_wildcard(host) and not settings.advertise:
             raise ValueError(

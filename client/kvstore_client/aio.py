@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias
 
@@ -56,13 +57,16 @@ class AsyncKVClient:
         *,
         flow: str | FlowClass = FlowClass.DECODE_READ,
         token: str | bytes = b"",
+        token_file: str | Path | None = None,
         deadline: float | None = None,
         lazy: bool = False,
         options: ClientOptions | None = None,
     ) -> Self:
         """As `KVClient.connect`."""
         addresses = (address,) if isinstance(address, str) else tuple(address)
-        client = cls(addresses, client_options(flow=flow, token=token, deadline=deadline, base=options))
+        client = cls(
+            addresses, client_options(flow=flow, token=token, token_file=token_file, deadline=deadline, base=options)
+        )
         if not lazy:
             try:
                 await client.refresh()

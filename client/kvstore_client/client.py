@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -12,6 +13,7 @@ from kvstore.errors import Closed, InvalidRequest, KVStoreError
 from kvstore.limits import SECOND_NS
 from kvstore.types.flow import FlowClass
 from kvstore.types.namespace import Namespace
+from kvstore.types.secret import read_token
 from kvstore_client.blocking import BlockingDriver
 from kvstore_client.core import ClientCore
 from kvstore_client.namespace_handle import BoundNamespace
@@ -48,6 +50,7 @@ class KVClient:
         *,
         flow: str | FlowClass = FlowClass.DECODE_READ,
         token: str | bytes = b"",
+        token_file: str | Path | None = None,
         deadline: float | None = None,
         lazy: bool = False,
         options: ClientOptions | None = None,
@@ -58,6 +61,7 @@ class KVClient:
             address: "host:port" of any node, or several: its gRPC port or a data port. The rest is found by the view.
             flow: Class of this client's reads.
             token: The tenant's token.
+            token_file: File that holds it instead, read now; only its owner should be able to.
             deadline: Seconds that a call may take when it names no deadline; None is 30 s.
             lazy: Do not connect now; the first call does. Until a node answers, everything is a miss.
             options: The rest; `flow`, `token` and `deadline` replace what it says of them where they are given.
@@ -65,10 +69,12 @@ class KVClient:
         Raises:
             Unavailable, DeadlineExceeded: No node answered (not when `lazy`).
             Denied: The token is not accepted.
-            InvalidRequest: An address or option makes no sense.
+            InvalidRequest: An address or option makes no sense, or the token file cannot be read.
         """
         addresses = (address,) if isinstance(address, str) else tuple(address)
-        client = cls(addresses, client_options(flow=flow, token=token, deadline=deadline, base=options))
+        client = cls(
+            addresses, client_options(flow=flow, token=token, token_file=token_file, deadline=deadline, base=options)
+        )
         if not lazy:
             try:
                 client.refresh()
@@ -134,12 +140,21 @@ class KVClient:
 
 
 def client_options(
-    *, flow: str | FlowClass, token: str | bytes, deadline: float | None, base: ClientOptions | None
+    *,
+    flow: str | FlowClass,
+    token: str | bytes,
+    token_file: str | Path | None = None,
+    deadline: float | None,
+    base: ClientOptions | None,
 ) -> ClientOptions:
     """The options that `connect` was given, as one value. Raises InvalidRequest."""
     known = base or ClientOptions()
     if deadline is not None and (not is_number(deadline) or not 0 < deadline < float("inf")):
         raise InvalidRequest(f"deadline is {deadline!r:.80} s; pass a number above 0")
+    if token and token_file is not None:
+        raise InvalidRequest("both token and token_file are given; pass one of them")
+    if token_file is not None:
+        token = read_token(token_file)
     return ClientOptions(
         flow=parse_flow(flow),
         write_flow=known.write_flow,

@@ -176,8 +176,6 @@ class StoreJob(Job):
                     raise
             unknown = [record for record in part if record.status in (OPEN, _UNKNOWN_NAMESPACE)]
             if unknown and not self._knows_manifest:
-                yield from connection.ask(Manifest(manifest=self._manifest), End)
-                self._knows_manifest = True
                 for record in unknown:
                     record.finish(OPEN)
                     record.was_offered = False  # the node has nothing of a namespace that it does not know
@@ -194,6 +192,8 @@ class StoreJob(Job):
                 yield same[part.start : part.stop]
 
     def _offer(self, connection: Connection, records: list[OutgoingRecord]) -> Steps:
+                yield from connection.ask(Manifest(manifest=self._manifest), End)
+                self._knows_manifest = True
         were_offered = [record.was_offered for record in records]
         self._is_taken = False
         try:

@@ -36,9 +36,16 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+tenants_app = typer.Typer(help="Tenants, their tokens, and what they use.", no_args_is_help=True)
+app.add_typer(tenants_app, name="tenants")
+
 Node = Annotated[str, typer.Option("--node", envvar="KVSTORE_NODE", help="gRPC address of a node.")]
 Json = Annotated[bool, typer.Option("--json", help="Report as JSON.")]
 Timeout = Annotated[str, typer.Option("--timeout", help="How long a call may take, such as 10s.")]
+TokenFile = Annotated[
+    str | None,
+    typer.Option("--token-file", envvar="KVSTORE_TOKEN_FILE", help="File with the token, where the node has tenants."),
+]
 _NODE_DEFAULT: Final = "127.0.0.1:7400"
 
 
@@ -97,7 +104,8 @@ def serve(
     drive_endurance: Annotated[str | None, typer.Option(help="Bytes a day a drive is rated for, such as 2TiB.")] = None,
     scrub_rate: Annotated[str | None, typer.Option(help="Bytes a second to verify; 0 is off. [2MiB]")] = None,
     drain_timeout: Annotated[str | None, typer.Option(help="Time for calls in progress at the end. [20s]")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without TLS.")] = False,
+    tenants: Annotated[str | None, typer.Option(help="File with tenants and tokens; none is an open node.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without tenants.")] = False,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error. [info]")] = None,
     log_format: Annotated[str | None, typer.Option(help="human or json. [human]")] = None,
     config: Annotated[
@@ -157,13 +165,14 @@ def status(
     as_json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 seconds.")] = False,
     timeout: Timeout = "10s",
+    token_file: TokenFile = None,
 ) -> None:
     """How a node is: state, drives, space, hit rate, traffic."""
     from kvstore.cli.render import json_text, show_status
     from kvstore.cli.screen import Screen
 
     screen = Screen()
-    with _client(node, timeout) as client:
+    with _client(node, timeout, token_file) as client:
         while True:
             report, view = client.report(), client.view()
             if as_json:
@@ -185,12 +194,13 @@ def namespaces(
     limit: Annotated[int, typer.Option(help="At most so many.")] = 100,
     as_json: Json = False,
     timeout: Timeout = "10s",
+    token_file: TokenFile = None,
 ) -> None:
     """Namespaces of a tenant that a node knows."""
     from kvstore.cli.render import json_text, show_namespaces
     from kvstore.cli.screen import Screen
 
-    with _client(node, timeout) as client:
+    with _client(node, timeout, token_file) as client:
         page = client.namespaces(tenant, after=_digest(after, "--after") if after else b"", limit=limit)
     if as_json:
         print(json_text(page))
@@ -213,6 +223,7 @@ def explain(
     layout: Annotated[str, typer.Option(help="Digest of the KVLayout that you use, in hex.")] = "",
     as_json: Json = False,
     timeout: Timeout = "10s",
+    token_file: TokenFile = None,
 ) -> None:
     """Why was this a miss?
 
@@ -235,7 +246,7 @@ def explain(
         keys=b"".join(_digest(key, "a key") for key in keys or ()),
         tokens=_tokens(tokens),
     )
-    with _client(node, timeout) as client:
+    with _client(node, timeout, token_file) as client:
         if namespace:
             question = replace(question, namespace=_whole_digest(client, tenant, namespace.lower()))
         answer = client.explain(question)
@@ -251,12 +262,13 @@ def scrub(
     rate: Annotated[str, typer.Option(help="Bytes a second per drive; 0 is as fast as it can.")] = "0",
     as_json: Json = False,
     timeout: Timeout = "10s",
+    token_file: TokenFile = None,
 ) -> None:
     """Verify the records of all sealed segments now; `kvstore status` shows the progress."""
     from kvstore.settings import parse_size
 
     rate_bytes = _parsed(parse_size, rate, "--rate")
-    with _client(node, timeout) as client:
+    with _client(node, timeout, token_file) as client:
         started = client.scrub(rate_bytes)
     _tell(as_json, {"started": started}, "scrub started" if started else "a scrub was in progress; it goes on")
 
@@ -267,11 +279,70 @@ def drain(
     resume: Annotated[bool, typer.Option("--resume", help="Take puts again.")] = False,
     as_json: Json = False,
     timeout: Timeout = "10s",
+    token_file: TokenFile = None,
 ) -> None:
     """Refuse new puts on a node and let those in progress finish; gets go on."""
-    with _client(node, timeout) as client:
+    with _client(node, timeout, token_file) as client:
         draining = client.drain(resume=resume)
     _tell(as_json, {"draining": draining}, "draining: puts are refused" if draining else "takes puts again")
+
+
+@tenants_app.command("list")
+def list_tenants(
+    node: Node = _NODE_DEFAULT,
+    as_json: Json = False,
+    timeout: Timeout = "10s",
+    token_file: TokenFile = None,
+) -> None:
+    """What each tenant uses of the node and may use; without an admin's token one's own."""
+    from kvstore.cli.render import json_text, show_tenants
+    from kvstore.cli.screen import Screen
+
+    with _client(node, timeout, token_file) as client:
+        uses = client.report().tenants
+    if as_json:
+        print(json_text({"tenants": uses}))
+    else:
+        show_tenants(Screen(), uses)
+
+
+@tenants_app.command("reload")
+def reload_tenants(
+    node: Node = _NODE_DEFAULT,
+    as_json: Json = False,
+    timeout: Timeout = "10s",
+    token_file: TokenFile = None,
+) -> None:
+    """Let a node read its tenants file again, as SIGHUP does; connections of revoked tokens are closed."""
+    with _client(node, timeout, token_file) as client:
+        count = client.reload_tenants()
+    _tell(as_json, {"tenants": count}, f"{count} tenants are known now")
+
+
+@tenants_app.command("new-token")
+def new_token(
+    file: Annotated[Path, typer.Argument(help="New file for the secret, readable by its owner only.")],
+    as_json: Json = False,
+) -> None:
+    """Draw a token into a file, and print its SHA-256 for the tenants file."""
+    from kvstore.server.tenants import hash_of
+    from kvstore.types.secret import write_new_token
+
+    sha256 = hash_of(write_new_token(file)).hex()
+    _tell(as_json, {"file": str(file), "sha256": sha256}, f'sha256 = "{sha256}"')
+
+
+@tenants_app.command("hash")
+def hash_token(
+    file: Annotated[Path, typer.Argument(help="File with a token.")],
+    as_json: Json = False,
+) -> None:
+    """Print the SHA-256 of a token, for the tenants file."""
+    from kvstore.server.tenants import hash_of
+    from kvstore.types.secret import read_token
+
+    sha256 = hash_of(read_token(file)).hex()
+    _tell(as_json, {"file": str(file), "sha256": sha256}, f'sha256 = "{sha256}"')
 
 
 @app.command()
@@ -304,9 +375,10 @@ def version(as_json: Json = False) -> None:
     _tell(as_json, {"version": kvstore.__version__}, kvstore.__version__)
 
 
-def _client(node: str, timeout: str) -> ControlClient:
+def _client(node: str, timeout: str, token_file: str | None) -> ControlClient:
     from kvstore.server.grpc_edge.client import ControlClient
     from kvstore.settings import parse_duration
+    from kvstore.types.secret import read_token
 
     host, _, port = node.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
@@ -314,7 +386,8 @@ def _client(node: str, timeout: str) -> ControlClient:
     deadline_ns = _parsed(parse_duration, timeout, "--timeout")
     if not 0 < deadline_ns <= 3600 * SECOND_NS:
         raise InvalidRequest(f"--timeout is {timeout}; give more than nothing and at most 1h")
-    return ControlClient(node, deadline_ns=deadline_ns)
+    token = read_token(token_file) if token_file else b""
+    return ControlClient(node, deadline_ns=deadline_ns, token=token)
 
 
 def _tell(as_json: bool, fields: dict[str, object], words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 
 from kvstore.cli.screen import Screen
 from kvstore.cluster.view import View
-from kvstore.server.report import Answer, KeyAnswer, NamespaceAnswer, NamespacePage, NodeReport
-from kvstore.server.summary import summary_lines
+from kvstore.server.report import Answer, KeyAnswer, NamespaceAnswer, NamespacePage, NodeReport, TenantUse
+from kvstore.server.summary import summary_lines, words_of_bytes
 
 _DIGEST_CHARACTERS = 16
 _KEYS_SHOWN_MAX = 20
@@ -46,6 +47,22 @@ def show_status(screen: Screen, report: NodeReport, view: View) -> None:
     screen.grid("", ("worker", "state", "pid", "data", "restarts", "detail"), workers)
     targets = [(target.id, target.state, ", ".join(target.data), f"{target.weight:.2f}") for target in view.targets]
     screen.grid("", ("target", "state", "data", "weight"), targets)
+
+
+def show_tenants(screen: Screen, uses: Sequence[TenantUse]) -> None:
+    """One line for each tenant."""
+    rows = [
+        (
+            use.name,
+            words_of_bytes(use.used_bytes),
+            words_of_bytes(use.quota_bytes) if use.quota_bytes else "none",
+            str(use.records),
+            str(use.refused_records),
+            f"{use.weight:g}",
+        )
+        for use in uses
+    ]
+    screen.grid("", ("tenant", "used", "quota", "records", "refused", "weight"), rows)
 
 
 def show_namespaces(screen: Screen, page: NamespacePage) -> None:

@@ -14,6 +14,7 @@ from kvstore.limits import (
     NAMESPACES_PAGE_BYTES_MAX,
     NAMESPACES_PAGE_MAX,
 )
+from kvstore.server.access import Access
 from kvstore.server.admin import maps_of
 from kvstore.server.explain import KeyAsker, explain
 from kvstore.server.fleet import Fleet
@@ -36,22 +37,32 @@ _HIT: Final = 0
 
 
 class Control:
-    """Each verb raises KVStoreError; `deadline_ns` is the time that it may take."""
+    """Each verb raises KVStoreError; `deadline_ns` is the time that it may take.
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    Attributes:
+        fleet: The workers of the node.
+        access: Its tenants.
+    """
+
+    def __init__(self, fleet: Fleet, access: Access | None = None) -> None:
+        """
+        Args:
+            access: The node's tenants; None is an open node.
+        """
+        self.fleet = fleet
+        self.access = access or Access(None)
 
     def view(self) -> View:
         """Who serves."""
-        return self._fleet.view
+        return self.fleet.view
 
     def views(self, known_epoch: int) -> AsyncIterator[View]:
         """Each view newer than `known_epoch`."""
-        return self._fleet.views(known_epoch)
+        return self.fleet.views(known_epoch)
 
     async def report(self) -> NodeReport:
         """State and metrics of the node."""
-        return await self._fleet.report()
+        return await self.fleet.report()
 
     async def namespaces(self, tenant: str, *, after: bytes, limit: int, deadline_ns: int) -> NamespacePage:
         """Namespaces of one tenant in the order of digests, those that any worker knows."""
@@ -65,14 +76,19 @@ class Control:
 
         Keys that a worker which is down might have are misses of that reason. Raises Unavailable when all are down.
         """
+        return await self.lookup_of("", namespace, keys, count=count, deadline_ns=deadline_ns)
+
+    async def lookup_of(self, tenant: str, namespace: bytes, keys: bytes, *, count: bool, deadline_ns: int) -> Lookup:
+        """`lookup` as a tenant may ask it: another one's namespace is not known. "" is whoever's it is."""
         _check_digest(namespace, "namespace")
         _check_keys(keys, BATCH_ITEMS_MAX)
         message = Match(namespace=namespace, keys=keys, touch=False, count=False)
         replies: list[bytes] = []
         known, down = False, None
         teller: WorkerHandle | None = None
-        for worker in self._fleet.workers:
+        for worker in self.fleet.workers:
             try:
+                await _check_owner(worker, namespace, tenant, deadline_ns)
                 reply = await worker.channel.call(message, MatchReply, deadline_ns=deadline_ns)
             except UnknownNamespace:
                 teller = worker
@@ -110,18 +126,20 @@ class Control:
         _require(tenant, "tenant")
         _check_digest(namespace, "namespace")
         dropped = False
-        for worker in self._fleet.workers:
-            owners = [item.tenant async for item in _namespaces(worker, b"", deadline_ns) if item.digest == namespace]
-            if owners == [tenant]:  # another tenant's is answered as unknown: tenants do not learn of each other
-                await worker.channel.call(Drop(namespace=namespace), End, deadline_ns=deadline_ns)
-                dropped = True
+        for worker in self.fleet.workers:
+            try:
+                await _check_owner(worker, namespace, tenant, deadline_ns)
+            except UnknownNamespace:
+                continue
+            await worker.channel.call(Drop(namespace=namespace), End, deadline_ns=deadline_ns)
+            dropped = True
         return dropped
 
     async def scrub(self, bytes_second: int, *, deadline_ns: int) -> bool:
         """Verify all records; False when a round was in progress everywhere."""
         started = [
             await worker.channel.admin("scrub", {"bytes_second": bytes_second}, deadline_ns=deadline_ns)
-            for worker in self._fleet.workers
+            for worker in self.fleet.workers
         ]
         return any(value.get("started") is True for value in started)
 
@@ -131,7 +149,7 @@ class Control:
         Raises Unavailable when one does not serve, after the others were told; that one is told once it serves.
         """
         down: Unavailable | None = None
-        for worker in self._fleet.workers:
+        for worker in self.fleet.workers:
             try:
                 await worker.set_draining(not resume)
             except Unavailable as error:
@@ -139,11 +157,23 @@ class Control:
         if down is not None:
             raise down
 
+    async def reload_tenants(self) -> int:
+        """Read the tenants file again and tell the workers; says how many tenants there are.
+
+        A worker that does not serve is told once it does. Raises InvalidRequest when the file is bad: nothing changes.
+        """
+        book = self.access.reload()
+        if book is None:
+            return 0
+        for worker in self.fleet.workers:
+            await worker.set_tenants(book)
+        return len(book)
+
     async def _of_tenant(self, tenant: str, after: bytes, deadline_ns: int) -> list[NamespaceReport]:
         """Every namespace of a tenant after a digest, in the order of digests, whichever worker knows it."""
         found = {
             namespace.digest: namespace
-            for worker in self._fleet.workers
+            for worker in self.fleet.workers
             async for namespace in _namespaces(worker, after, deadline_ns)
             if namespace.tenant == tenant
         }
@@ -152,7 +182,7 @@ class Control:
     def _asker(self, deadline_ns: int) -> KeyAsker:
         async def ask(namespace: bytes, keys: bytes) -> list[KeyAnswer]:
             answers: list[KeyAnswer] = []
-            for worker in self._fleet.workers:
+            for worker in self.fleet.workers:
                 arguments: dict[str, Plain] = {"namespace": namespace, "keys": keys}
                 value = await worker.channel.admin("explain", arguments, deadline_ns=deadline_ns)
                 found = _key_answers(keys, maps_of(value, "keys"))
@@ -160,6 +190,14 @@ class Control:
             return answers
 
         return ask
+
+
+async def _check_owner(worker: WorkerHandle, namespace: bytes, tenant: str, deadline_ns: int) -> None:
+    """Raises UnknownNamespace for one that is not the tenant's: tenants do not learn of each other. "" is any."""
+    if tenant:
+        value = await worker.channel.admin("owner", {"namespace": namespace}, deadline_ns=deadline_ns)
+        if value.get("tenant") != tenant:
+            raise UnknownNamespace(f"namespace {namespace.hex()} is not known here")
 
 
 def _require(text: str, name: str) -> None:

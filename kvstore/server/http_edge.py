@@ -1,4 +1,7 @@
-"""The metrics port: /metrics for Prometheus, /healthz for probes, / for people. HTTP/1.1, GET and HEAD only."""
+"""The metrics port: /metrics for Prometheus, /healthz for probes, / for people. HTTP/1.1, GET and HEAD only.
+
+On a node with tenants the numbers are an admin's: all but /healthz needs a token of scope admin.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
 
+from kvstore.errors import Denied
 from kvstore.limits import EDGE_CONNECTIONS_MAX, EDGE_FIRST_BYTES_NS, HTTP_HEAD_BYTES_MAX, SECOND_NS
+from kvstore.server.access import Access
 from kvstore.server.fleet import Fleet
 from kvstore.server.status_page import status_page
+from kvstore.server.tenants import Grant, Scope
 from kvstore.telemetry import prometheus
 
 log = logging.getLogger(__name__)
@@ -31,8 +37,13 @@ class _Response:
 class HttpEdge:
     """Owns the listening sockets; one request for each connection."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, *, access: Access | None = None) -> None:
+        """
+        Args:
+            access: The node's tenants; None is an open node.
+        """
         self._fleet = fleet
+        self._access = access or Access(None)
         self._servers: list[asyncio.Server] = []
         self._open = 0
 
@@ -73,6 +84,11 @@ class HttpEdge:
         method, path = pieces[0], pieces[1].partition("?")[0]
         if method not in ("GET", "HEAD"):
             return method, _text(HTTPStatus.METHOD_NOT_ALLOWED, f"{method} is not allowed here; use GET")
+        if path != "/healthz":
+            try:
+                _require_admin(self._access.grant_of(_bearer_of(head)))
+            except Denied as error:
+                return method, _text(HTTPStatus.UNAUTHORIZED, str(error))
         return method, await self._page(path)
 
     async def _page(self, path: str) -> _Response:
@@ -89,6 +105,22 @@ class HttpEdge:
         return _text(HTTPStatus.NOT_FOUND, f"nothing at {path}; there are /metrics, /healthz and /")
 
 
+def _require_admin(grant: Grant | None) -> None:
+    """Numbers of a node tell of all its tenants together. Raises Denied."""
+    if grant is not None:
+        grant.require(Scope.ADMIN, "the metrics port")
+
+
+def _bearer_of(head: bytes) -> bytes:
+    """The token of an Authorization header (RFC 6750, section 2.1), empty where there is none."""
+    for line in head.split(b"\r\n")[1:]:
+        name, _, value = line.partition(b":")
+        scheme, _, token = value.strip().partition(b" ")
+        if name.strip().lower() == b"authorization" and scheme.lower() == b"bearer":
+            return token.strip()
+    return b""
+
+
 async def _read_head(reader: asyncio.StreamReader) -> bytes:
     try:
         return await reader.readuntil(b"\r\n\r\n")
@@ -101,11 +133,13 @@ def _text(status: HTTPStatus, text: str) -> _Response:
 
 
 def _encode(response: _Response, *, with_body: bool) -> bytes:
+    challenge = "WWW-Authenticate: Bearer\r\n" if response.status is HTTPStatus.UNAUTHORIZED else ""
     head = (
         f"HTTP/1.1 {response.status.value} {response.status.phrase}\r\n"
         f"Content-Type: {response.content_type}\r\n"
         f"Content-Length: {len(response.body)}\r\n"
         "Cache-Control: no-store\r\n"
+        f"{challenge}"
         "Connection: close\r\n\r\n"
     )
     return head.encode("latin-1") + (response.body if with_body else b"")

@@ -55,6 +55,7 @@ class WorkerLaunch:
         write_amplification_max: bound of re-insertion.
         endurance_bytes_day: what each drive is rated for; 0 is not set.
         scrub_bytes_second: background verification for each drive; 0 is off.
+        has_tenants: nobody is admitted before the supervisor has sent the tenants (`tenants_set`).
         drain_ns: how long calls in progress may take after SIGTERM.
     """
 
@@ -75,6 +76,7 @@ class WorkerLaunch:
     endurance_bytes_day: int
     scrub_bytes_second: int
     drain_ns: int
+    has_tenants: bool
     log_level: str
     log_format: str
 

@@ -16,8 +16,9 @@ from typing import Final
 
 from kvstore.cluster.node_file import NodeFile
 from kvstore.doctor.examination import log_start
-from kvstore.errors import Unavailable
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.limits import SECOND_NS
+from kvstore.server.access import Access
 from kvstore.server.addresses import bound_port, join_address, listen
 from kvstore.server.control import Control
 from kvstore.server.fleet import Fleet
@@ -79,18 +80,25 @@ class Node:
         self._boots = int(self._kept(_BOOTS_KEY) or 0) + 1 if self._store else int(time.time())
         self._fleet = Fleet(node_id=self._node_id, start_epoch=self._boots << _CHANGES_BITS, metrics=self._metrics)
         self._grpc_socket = str(Path(private_dir) / "grpc.sock")
-        self._grpc = GrpcServer(Control(self._fleet), metrics=self._metrics)
-        self._wire_edge = WireEdge(self._fleet, grpc_socket=self._grpc_socket, metrics=self._metrics)
-        self._http_edge = HttpEdge(self._fleet)
+        self._access = Access(Path(settings.tenants) if settings.tenants else None)
+        self._control = Control(self._fleet, self._access)
+        self._grpc = GrpcServer(self._control, metrics=self._metrics)
+        self._wire_edge = WireEdge(
+            self._fleet, access=self._access, grpc_socket=self._grpc_socket, metrics=self._metrics
+        )
+        self._http_edge = HttpEdge(self._fleet, access=self._access)
         self._workers = [
-            WorkerHandle(launch, on_change=self._fleet.changed) for launch in plan_workers(settings, self._node_id)
+            WorkerHandle(launch, on_change=self._fleet.changed, tenants=self._access.book)
+            for launch in plan_workers(settings, self._node_id)
         ]
+        self._reloads: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Serve until a signal; raises KVStoreError when the start fails."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._signalled, signum)
+        loop.add_signal_handler(signal.SIGHUP, self._hung_up)
         await self._open_ports()
         self._fleet.adopt(self._workers)
         lives = [asyncio.create_task(worker.run()) for worker in self._workers]
@@ -117,6 +125,18 @@ class Node:
             return
         log.info("%s: draining", signal.Signals(signum).name)
         self._stop.set()
+
+    def _hung_up(self) -> None:
+        """SIGHUP: read the tenants file again."""
+        task = asyncio.create_task(self._reload())
+        self._reloads.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(self._reloads.discard)
+
+    async def _reload(self) -> None:
+        try:
+            await self._control.reload_tenants()
+        except KVStoreError as error:
+            log.error("SIGHUP: the tenants stay as they were: %s", error)
 
     async def _open_ports(self) -> None:
         grpc_listeners = self._listen("grpc_port", self._settings.grpc_port)
@@ -233,6 +253,7 @@ def plan_workers(settings: NodeSettings, node_id: str) -> list[WorkerLaunch]:
             endurance_bytes_day=settings.drive_endurance,
             scrub_bytes_second=settings.scrub_rate,
             drain_ns=settings.drain_timeout,
+            has_tenants=bool(settings.tenants),
             log_level=settings.log_level,
             log_format=settings.log_format,
         )

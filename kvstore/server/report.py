@@ -29,7 +29,10 @@ class WorkerState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """One worker. `detail` says why it is down; `restarts` counts how often it was started again."""
+    """One worker. `detail` says why it is down; `restarts` counts how often it was started again.
+
+    Rates are of the last seconds, lookups since it started.
+    """
 
     rail: int
     pid: int
@@ -37,6 +40,51 @@ class WorkerReport:
     data: tuple[str, ...]
     restarts: int
     detail: str
+    sent_bytes_second: float = 0.0
+    received_bytes_second: float = 0.0
+    lookup_keys: int = 0
+    lookup_hits: int = 0
+
+
+class DriveState(StrEnum):
+    """How one drive is."""
+
+    SERVING = "serving"
+    SUSPECT = "suspect"
+    FAILED = "failed"
+    READ_ONLY = "read-only"
+    FOREIGN = "foreign"
+    EMPTY = "empty"
+    UNUSABLE = "unusable"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriveReport:
+    """One data folder or device of the node. `detail` says what is wrong with it and what to do; `id` is its target."""
+
+    path: str
+    id: str
+    rail: int
+    state: DriveState
+    detail: str
+    capacity_bytes: int = 0
+    allocated_bytes: int = 0
+    live_bytes: int = 0
+    records: int = 0
+    mode: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantUse:
+    """What a tenant uses of the node: padded bytes of its records on the SSDs, and puts refused for its quota."""
+
+    name: str
+    quota_bytes: int
+    used_bytes: int
+    records: int
+    refused_records: int
+    weight: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +101,8 @@ class NodeReport:
     metrics: str
     workers: tuple[WorkerReport, ...]
     numbers: Snapshot
+    drives: tuple[DriveReport, ...] = ()
+    tenants: tuple[TenantUse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

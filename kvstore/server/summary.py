@@ -24,6 +24,9 @@ def summary_lines(report: NodeReport) -> Iterator[Line]:
     yield Line(name="state", value=f"{report.state} for {words_of_seconds(report.uptime_seconds)}")
     yield Line(name="node", value=f"{report.node_id}, kvstore {report.version}, pid {report.pid}, view {report.epoch}")
     yield Line(name="addresses", value=f"gRPC {report.grpc}, metrics {report.metrics}")
+    if not numbers:
+        yield from _own_lines(report)  # all that a tenant is told
+        return
     yield Line(name="device", value=_device(report))
     if "engine" not in numbers:
         # zeros would read as facts: as if everything were gone
@@ -39,6 +42,15 @@ def summary_lines(report: NodeReport) -> Iterator[Line]:
     yield Line(name="writes", value=_writes(report))
     yield Line(name="integrity", value=_integrity(report))
     yield Line(name="connections", value=f"{number(numbers, 'dataplane', 'connections'):.0f}")
+
+
+def _own_lines(report: NodeReport) -> Iterator[Line]:
+    for use in report.tenants:
+        quota = f" of {words_of_bytes(use.quota_bytes)}" if use.quota_bytes else ""
+        yield Line(
+            name=f"tenant {use.name}",
+            value=f"{words_of_bytes(use.used_bytes)}{quota} used, {words_of_count(use.records, 'record')}",
+        )
 
 
 def words_of_bytes(size_bytes: float) -> str:

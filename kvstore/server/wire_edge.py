@@ -28,6 +28,7 @@ from kvstore.limits import (
     LINGER_NS,
     SECOND_NS,
 )
+from kvstore.server.access import Access
 from kvstore.server.fleet import Fleet
 from kvstore.telemetry.metrics import SupervisorMetrics
 from kvstore.wire.codec import pack_plain
@@ -48,14 +49,22 @@ class WireEdge:
     """Accepts on the gRPC port. Owns the listening sockets; runs on the supervisor's loop."""
 
     def __init__(
-        self, fleet: Fleet, *, grpc_socket: str, metrics: SupervisorMetrics, idle_ns: int = EDGE_IDLE_NS
+        self,
+        fleet: Fleet,
+        *,
+        access: Access | None = None,
+        grpc_socket: str,
+        metrics: SupervisorMetrics,
+        idle_ns: int = EDGE_IDLE_NS,
     ) -> None:
         """
         Args:
+            access: The node's tenants; None is an open node.
             idle_ns: After so long without a byte either way a relayed connection ends.
         """
         self._idle_s = idle_ns / SECOND_NS
         self._fleet = fleet
+        self._access = access or Access(None)
         self._grpc_socket = grpc_socket
         self._metrics = metrics
         self._boot_id = os.urandom(16)
@@ -90,7 +99,7 @@ class WireEdge:
         async with asyncio.timeout(EDGE_FIRST_BYTES_NS / SECOND_NS):
             first = await reader.readexactly(len(MAGIC))
         if first == MAGIC:
-            await _WireResponder(self._fleet, self._boot_id, self._metrics).serve(first, reader, writer)
+            await _WireResponder(self._fleet, self._access, self._boot_id, self._metrics).serve(first, reader, writer)
         else:
             await self._relay(first, reader, writer)
 
@@ -129,8 +138,9 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hear
 class _WireResponder:
     """One connection of the wire protocol that only asks who serves."""
 
-    def __init__(self, fleet: Fleet, boot_id: bytes, metrics: SupervisorMetrics) -> None:
+    def __init__(self, fleet: Fleet, access: Access, boot_id: bytes, metrics: SupervisorMetrics) -> None:
         self._fleet = fleet
+        self._access = access
         self._boot_id = boot_id
         self._metrics = metrics
         self._session = ServerSession()
@@ -196,6 +206,7 @@ class _WireResponder:
                 f"client speaks protocol versions {hello.version_min} to {hello.version_max}, this node {VERSION}; "
                 "upgrade the older side"
             )
+        self._access.grant_of(hello.token)
         view = self._fleet.view
         return Welcome(
             version=VERSION,

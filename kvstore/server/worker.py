@@ -20,12 +20,13 @@ from typing import Final
 
 from kvstore.errors import KVStoreError
 from kvstore.limits import CONNECTIONS_MAX, DESCRIPTORS_OWN, SECOND_NS
-from kvstore.server.admission import Admission, OpenAdmission
+from kvstore.server.admission import Admission, OpenAdmission, TokenAdmission
 from kvstore.server.connection import Connection
 from kvstore.server.dataplane import DataPlane, Identity
 from kvstore.server.drives import joined, open_drives
 from kvstore.server.launch import WorkerLaunch
 from kvstore.server.loop import Loop
+from kvstore.server.tenants import TenantBook
 from kvstore.server.worker_verbs import Started, WorkerVerbs
 from kvstore.telemetry.logs import LogFormat, LogLevel, configure
 from kvstore.telemetry.metrics import DataplaneMetrics
@@ -52,12 +53,13 @@ class Worker:
         self._started = Started(boot_id=os.urandom(_BOOT_ID_BYTES))
         self._started.registry.add(self._metrics)
         self._started.registry.add(self._started.process)
+        self._tokens = TokenAdmission(self._metrics) if launch.has_tenants else None
         verbs = WorkerVerbs(self._started)
         verbs.bind(self)
         self._plane = DataPlane(
             self._loop,
             identity=Identity(node_id=launch.node_id, boot_id=self._started.boot_id),
-            admission=admission or OpenAdmission(),
+            admission=admission or self._tokens or OpenAdmission(),
             admin=verbs,
             metrics=self._metrics,
             clock=time.monotonic_ns,
@@ -118,11 +120,26 @@ class Worker:
         """What clients are told of the cluster."""
         self._plane.set_view(epoch, view)
 
+    def set_tenants(self, book: TenantBook) -> None:
+        """Who may do what; connections whose token was taken back are closed."""
+        if self._tokens is not None:
+            self._tokens.tell(book)
+            self._plane.renew_grants(self._tokens.renewed)
+
+    @property
+    def _is_introduced(self) -> bool:
+        """The supervisor has greeted, and said who the tenants are where there are any."""
+        return (
+            self._admin is not None
+            and self._admin.client is not None
+            and (self._tokens is None or self._tokens.is_told)
+        )
+
     # --- life -------------------------------------------------------------------------------------------------------
     def run(self) -> int:
         """Serves until told to end; returns the exit code."""
         self._admin = self._plane.add_admin(socket.socket(fileno=self._launch.admin_fd))
-        while self._admin.client is None and self._end_ns is None:
+        while not self._is_introduced and self._end_ns is None:
             self._turn()  # the supervisor wants its WELCOME before a recovery that may take long
         if self._end_ns is None:
             self._start()

@@ -25,6 +25,7 @@ from kvstore.limits import (
 from kvstore.server.admin import AdminChannel, maps_of, text_of
 from kvstore.server.launch import WORKER_MODULE, WorkerLaunch
 from kvstore.server.report import WorkerReport, WorkerState
+from kvstore.server.tenants import TenantBook
 from kvstore.wire.codec import Plain
 
 log = logging.getLogger(__name__)
@@ -64,8 +65,13 @@ class WorkerHandle:
         launch: WorkerLaunch,
         *,
         on_change: Callable[[], None],
+        tenants: TenantBook | None = None,
         command: Sequence[str] = (sys.executable, "-m", WORKER_MODULE),
     ) -> None:
+        """
+        Args:
+            tenants: Whom it serves, where the launch says that there are any.
+        """
         self._launch = launch
         self._command = command
         self._on_change = on_change
@@ -75,6 +81,8 @@ class WorkerHandle:
         self._channel: AdminChannel | None = None
         self._readiness: Readiness | None = None
         self._restarts = 0
+        self._tenants = tenants
+        self._told_tenants: TenantBook | None = None  # this life of the process
         self._is_draining = False  # as people want it, over all lives of the process
         self._stopping = asyncio.Event()
         self._serving = asyncio.Event()
@@ -124,6 +132,23 @@ class WorkerHandle:
         self._is_draining = draining
         await self.channel.admin("drain", {"resume": not draining}, deadline_ns=CONTROL_DEADLINE_NS)
         self._enter(WorkerState.DRAINING if draining else WorkerState.SERVING, "")
+
+    async def set_tenants(self, book: TenantBook) -> None:
+        """Whom it serves from now on; while it does not serve it is told once it does."""
+        self._tenants = book
+        if self._channel is not None and self._state in (WorkerState.SERVING, WorkerState.DRAINING):
+            try:
+                await self._tell_tenants(self._channel)
+            except KVStoreError as error:
+                # it would go on with tokens that were taken back: one that cannot be told is started again
+                log.error("worker %d was not told of the tenants (%s), killed", self._launch.rail, error)
+                self.kill()
+
+    async def _tell_tenants(self, channel: AdminChannel) -> None:
+        while self._tenants is not None and self._told_tenants is not self._tenants:
+            book = self._tenants  # it may be changed while the worker is told
+            await channel.admin("tenants_set", book.to_plain(), deadline_ns=CONTROL_DEADLINE_NS)
+            self._told_tenants = book
 
     async def run(self) -> None:
         """Start it, and start it again when it dies, until `stop`. Raises KVStoreError when it never served."""
@@ -181,6 +206,7 @@ class WorkerHandle:
         """One life of the process, from start to end; returns why it ended."""
         process, channel = await self._spawn()
         self._process, self._channel = process, channel
+        self._told_tenants = None
         self._enter(WorkerState.RECOVERING, "reads its drives")
         try:
             await self._until_ready(process, channel)
@@ -188,6 +214,9 @@ class WorkerHandle:
                 "worker %d serves on %s", self._launch.rail, ", ".join(self._readiness.data if self._readiness else ())
             )
             state = await self._drain_again(channel)
+            while self._told_tenants is not self._tenants:
+                await self._tell_tenants(channel)
+                state = await self._drain_again(channel)
             self._serving.set()
             self._enter(state, "")
             await process.wait()
@@ -229,6 +258,7 @@ class WorkerHandle:
     async def _until_ready(self, process: Process, channel: AdminChannel) -> None:
         try:
             await channel.hello(deadline_ns=WORKER_RECOVERY_NS)  # it may greet only once its drives are recovered
+            await self._tell_tenants(channel)
             value = await channel.admin("ready", {}, deadline_ns=WORKER_RECOVERY_NS)
         except (DeadlineExceeded, Unavailable) as error:
             if not channel.closed:

@@ -11,6 +11,7 @@ from kvstore.engine.explain import KeyFate
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.limits import BATCH_ITEMS_MAX, DIGEST_BYTES, EXPLAIN_KEYS_MAX, NAMESPACES_PAGE_MAX, SHUTDOWN_NS_MAX
 from kvstore.server.drives import Drive
+from kvstore.server.tenants import TenantBook
 from kvstore.telemetry.metrics import ProcessMetrics
 from kvstore.telemetry.process import measure
 from kvstore.telemetry.registry import Registry
@@ -51,6 +52,9 @@ class WorkerControl(Protocol):
     def set_view(self, epoch: int, view: bytes) -> None:
         """What clients are told of the cluster."""
 
+    def set_tenants(self, book: TenantBook) -> None:
+        """Who may do what from now on."""
+
 
 @dataclass(slots=True)
 class Started:
@@ -83,6 +87,8 @@ class WorkerVerbs:
             "drain": self._drain,
             "count_lookup": self._count_lookup,
             "view_set": self._view_set,
+            "owner": self._owner,
+            "tenants_set": self._tenants_set,
             "shutdown": self._shutdown,
         }
 
@@ -177,6 +183,15 @@ class WorkerVerbs:
     def _view_set(self, arguments: Arguments) -> Plain:
         view = View.from_plain(arguments)
         self._control.set_view(view.epoch, pack_plain(arguments))
+        return {}
+
+    def _owner(self, arguments: Arguments) -> Plain:
+        digest = _bytes(arguments, "namespace")
+        known = (drive.engine.namespace(digest) for drive in self._started.drives)
+        return {"tenant": next((ref.tenant for ref in known if ref is not None), "")}
+
+    def _tenants_set(self, arguments: Arguments) -> Plain:
+        self._control.set_tenants(TenantBook.from_plain(arguments))
         return {}
 
     def _shutdown(self, arguments: Arguments) -> Plain:

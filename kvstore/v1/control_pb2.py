@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvstore/v1/control.proto\x12\nkvstore.v1\"\x10\n\x0eGetViewRequest\"\'\n\x10WatchViewRequest\x12\x13\n\x0bknown_epoch\x18\x01 \x01(\x04\"A\n\x06Target\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x03(\t\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\r\n\x05state\x18\x04 \x01(\t\"K\n\x04View\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12#\n\x07targets\x18\x03 \x03(\x0b\x32\x12.kvstore.v1.Target\"\x11\n\x0fGetStatsRequest\"@\n\tHistogram\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\x04\x12\x11\n\tbounds_ns\x18\x02 \x03(\x04\x12\x10\n\x08total_ns\x18\x03 \x01(\x04\"\x1a\n\x08Integers\x12\x0e\n\x06values\x18\x01 \x03(\x03\"\xa4\x01\n\x06Number\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\x07integer\x18\x02 \x01(\x03H\x00\x12\x0e\n\x04real\x18\x03 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12*\n\thistogram\x18\x05 \x01(\x0b\x32\x15.kvstore.v1.HistogramH\x00\x12$\n\x04list\x18\x06 \x01(\x0b\x32\x14.kvstore.v1.IntegersH\x00\x42\x07\n\x05value\"b\n\x06Worker\x12\x0c\n\x04rail\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x04 \x03(\t\x12\x10\n\x08restarts\x18\x05 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\"\xd5\x01\n\x05Stats\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x16\n\x0euptime_seconds\x18\x05 \x01(\x01\x12#\n\x07workers\x18\x06 \x03(\x0b\x32\x12.kvstore.v1.Worker\x12#\n\x07numbers\x18\x07 \x03(\x0b\x32\x12.kvstore.v1.Number\x12\x0c\n\x04grpc\x18\x08 \x01(\t\x12\x0f\n\x07metrics\x18\t \x01(\t\x12\x0b\n\x03pid\x18\n \x01(\r\"E\n\x15ListNamespacesRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\x0c\"\xd8\x01\n\rNamespaceInfo\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07weights\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x18\n\x10\x61\x64\x61pter_revision\x18\x06 \x01(\t\x12\x0e\n\x06layout\x18\x07 \x01(\t\x12\x15\n\rlayout_digest\x18\x08 \x01(\x0c\x12\x12\n\ngeneration\x18\t \x01(\r\x12\x0f\n\x07\x64ropped\x18\n \x01(\x08\x12\x10\n\x08manifest\x18\x0b \x01(\x0c\"U\n\x16ListNamespacesResponse\x12-\n\nnamespaces\x18\x01 \x03(\x0b\x32\x19.kvstore.v1.NamespaceInfo\x12\x0c\n\x04next\x18\x02 \x01(\x0c\"?\n\rLookupRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\r\n\x05\x63ount\x18\x03 \x01(\x08\"K\n\x0eLookupResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\x12\x0e\n\x06prefix\x18\x02 \x01(\r\x12\x17\n\x0fnamespace_known\x18\x03 \x01(\x08\"\xc5\x01\n\x0e\x45xplainRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\x10\n\x08manifest\x18\x03 \x01(\x0c\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07weights\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12\x18\n\x10\x61\x64\x61pter_revision\x18\x07 \x01(\t\x12\x0c\n\x04keys\x18\x08 \x01(\x0c\x12\x0e\n\x06tokens\x18\t \x03(\r\x12\x15\n\rlayout_digest\x18\n \x01(\x0c\"K\n\x0eKeyExplanation\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06\x61go_ns\x18\x04 \x01(\x04\"?\n\x0f\x46ieldDifference\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\r\n\x05\x61sked\x18\x02 \x01(\t\x12\x0e\n\x06stored\x18\x03 \x01(\t\"\xa0\x01\n\x14NamespaceExplanation\x12,\n\tnamespace\x18\x01 \x01(\x0b\x32\x19.kvstore.v1.NamespaceInfo\x12\x30\n\x0b\x64ifferences\x18\x02 \x03(\x0b\x32\x1b.kvstore.v1.FieldDifference\x12(\n\x04keys\x18\x03 \x03(\x0b\x32\x1a.kvstore.v1.KeyExplanation\"q\n\x0f\x45xplainResponse\x12\x0f\n\x07summary\x18\x01 \x01(\t\x12\x17\n\x0fnamespace_known\x18\x02 \x01(\x08\x12\x34\n\nnamespaces\x18\x03 \x03(\x0b\x32 .kvstore.v1.NamespaceExplanation\"9\n\x14\x44ropNamespaceRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\"(\n\x15\x44ropNamespaceResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\x08\"$\n\x0cScrubRequest\x12\x14\n\x0c\x62ytes_second\x18\x01 \x01(\x04\" \n\rScrubResponse\x12\x0f\n\x07started\x18\x01 \x01(\x08\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06resume\x18\x01 \x01(\x08\"!\n\rDrainResponse\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\x32\xed\x04\n\x07\x43ontrol\x12\x37\n\x07GetView\x12\x1a.kvstore.v1.GetViewRequest\x1a\x10.kvstore.v1.View\x12=\n\tWatchView\x12\x1c.kvstore.v1.WatchViewRequest\x1a\x10.kvstore.v1.View0\x01\x12:\n\x08GetStats\x12\x1b.kvstore.v1.GetStatsRequest\x1a\x11.kvstore.v1.Stats\x12W\n\x0eListNamespaces\x12!.kvstore.v1.ListNamespacesRequest\x1a\".kvstore.v1.ListNamespacesResponse\x12?\n\x06Lookup\x12\x19.kvstore.v1.LookupRequest\x1a\x1a.kvstore.v1.LookupResponse\x12\x42\n\x07\x45xplain\x12\x1a.kvstore.v1.ExplainRequest\x1a\x1b.kvstore.v1.ExplainResponse\x12T\n\rDropNamespace\x12 .kvstore.v1.DropNamespaceRequest\x1a!.kvstore.v1.DropNamespaceResponse\x12<\n\x05Scrub\x12\x18.kvstore.v1.ScrubRequest\x1a\x19.kvstore.v1.ScrubResponse\x12<\n\x05\x44rain\x12\x18.kvstore.v1.DrainRequest\x1a\x19.kvstore.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvstore/v1/control.proto\x12\nkvstore.v1\"\x10\n\x0eGetViewRequest\"\'\n\x10WatchViewRequest\x12\x13\n\x0bknown_epoch\x18\x01 \x01(\x04\"A\n\x06Target\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x03(\t\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\r\n\x05state\x18\x04 \x01(\t\"K\n\x04View\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12#\n\x07targets\x18\x03 \x03(\x0b\x32\x12.kvstore.v1.Target\"\x11\n\x0fGetStatsRequest\"@\n\tHistogram\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\x04\x12\x11\n\tbounds_ns\x18\x02 \x03(\x04\x12\x10\n\x08total_ns\x18\x03 \x01(\x04\"\x1a\n\x08Integers\x12\x0e\n\x06values\x18\x01 \x03(\x03\"\xa4\x01\n\x06Number\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\x07integer\x18\x02 \x01(\x03H\x00\x12\x0e\n\x04real\x18\x03 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12*\n\thistogram\x18\x05 \x01(\x0b\x32\x15.kvstore.v1.HistogramH\x00\x12$\n\x04list\x18\x06 \x01(\x0b\x32\x14.kvstore.v1.IntegersH\x00\x42\x07\n\x05value\"\xc6\x01\n\x06Worker\x12\x0c\n\x04rail\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x04 \x03(\t\x12\x10\n\x08restarts\x18\x05 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12\x19\n\x11sent_bytes_second\x18\x07 \x01(\x01\x12\x1d\n\x15received_bytes_second\x18\x08 \x01(\x01\x12\x13\n\x0blookup_keys\x18\t \x01(\x04\x12\x13\n\x0blookup_hits\x18\n \x01(\x04\"\xb2\x01\n\x05\x44rive\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04rail\x18\x03 \x01(\r\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x06 \x01(\x04\x12\x17\n\x0f\x61llocated_bytes\x18\x07 \x01(\x04\x12\x12\n\nlive_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07records\x18\t \x01(\x04\x12\x0c\n\x04mode\x18\n \x01(\t\"|\n\tTenantUse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bquota_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07records\x18\x04 \x01(\x04\x12\x17\n\x0frefused_records\x18\x05 \x01(\x04\x12\x0e\n\x06weight\x18\x06 \x01(\x01\"\xa0\x02\n\x05Stats\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x16\n\x0euptime_seconds\x18\x05 \x01(\x01\x12#\n\x07workers\x18\x06 \x03(\x0b\x32\x12.kvstore.v1.Worker\x12#\n\x07numbers\x18\x07 \x03(\x0b\x32\x12.kvstore.v1.Number\x12\x0c\n\x04grpc\x18\x08 \x01(\t\x12\x0f\n\x07metrics\x18\t \x01(\t\x12\x0b\n\x03pid\x18\n \x01(\r\x12!\n\x06\x64rives\x18\x0b \x03(\x0b\x32\x11.kvstore.v1.Drive\x12&\n\x07tenants\x18\x0c \x03(\x0b\x32\x15.kvstore.v1.TenantUse\"E\n\x15ListNamespacesRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\x0c\"\xd8\x01\n\rNamespaceInfo\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07weights\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x18\n\x10\x61\x64\x61pter_revision\x18\x06 \x01(\t\x12\x0e\n\x06layout\x18\x07 \x01(\t\x12\x15\n\rlayout_digest\x18\x08 \x01(\x0c\x12\x12\n\ngeneration\x18\t \x01(\r\x12\x0f\n\x07\x64ropped\x18\n \x01(\x08\x12\x10\n\x08manifest\x18\x0b \x01(\x0c\"U\n\x16ListNamespacesResponse\x12-\n\nnamespaces\x18\x01 \x03(\x0b\x32\x19.kvstore.v1.NamespaceInfo\x12\x0c\n\x04next\x18\x02 \x01(\x0c\"?\n\rLookupRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\r\n\x05\x63ount\x18\x03 \x01(\x08\"K\n\x0eLookupResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\x12\x0e\n\x06prefix\x18\x02 \x01(\r\x12\x17\n\x0fnamespace_known\x18\x03 \x01(\x08\"\xc5\x01\n\x0e\x45xplainRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\x10\n\x08manifest\x18\x03 \x01(\x0c\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07weights\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12\x18\n\x10\x61\x64\x61pter_revision\x18\x07 \x01(\t\x12\x0c\n\x04keys\x18\x08 \x01(\x0c\x12\x0e\n\x06tokens\x18\t \x03(\r\x12\x15\n\rlayout_digest\x18\n \x01(\x0c\"K\n\x0eKeyExplanation\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06\x61go_ns\x18\x04 \x01(\x04\"?\n\x0f\x46ieldDifference\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\r\n\x05\x61sked\x18\x02 \x01(\t\x12\x0e\n\x06stored\x18\x03 \x01(\t\"\xa0\x01\n\x14NamespaceExplanation\x12,\n\tnamespace\x18\x01 \x01(\x0b\x32\x19.kvstore.v1.NamespaceInfo\x12\x30\n\x0b\x64ifferences\x18\x02 \x03(\x0b\x32\x1b.kvstore.v1.FieldDifference\x12(\n\x04keys\x18\x03 \x03(\x0b\x32\x1a.kvstore.v1.KeyExplanation\"q\n\x0f\x45xplainResponse\x12\x0f\n\x07summary\x18\x01 \x01(\t\x12\x17\n\x0fnamespace_known\x18\x02 \x01(\x08\x12\x34\n\nnamespaces\x18\x03 \x03(\x0b\x32 .kvstore.v1.NamespaceExplanation\"9\n\x14\x44ropNamespaceRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\"(\n\x15\x44ropNamespaceResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\x08\"$\n\x0cScrubRequest\x12\x14\n\x0c\x62ytes_second\x18\x01 \x01(\x04\" \n\rScrubResponse\x12\x0f\n\x07started\x18\x01 \x01(\x08\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06resume\x18\x01 \x01(\x08\"!\n\rDrainResponse\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"\x16\n\x14ReloadTenantsRequest\"(\n\x15ReloadTenantsResponse\x12\x0f\n\x07tenants\x18\x01 \x01(\r2\xc3\x05\n\x07\x43ontrol\x12\x37\n\x07GetView\x12\x1a.kvstore.v1.GetViewRequest\x1a\x10.kvstore.v1.View\x12=\n\tWatchView\x12\x1c.kvstore.v1.WatchViewRequest\x1a\x10.kvstore.v1.View0\x01\x12:\n\x08GetStats\x12\x1b.kvstore.v1.GetStatsRequest\x1a\x11.kvstore.v1.Stats\x12W\n\x0eListNamespaces\x12!.kvstore.v1.ListNamespacesRequest\x1a\".kvstore.v1.ListNamespacesResponse\x12?\n\x06Lookup\x12\x19.kvstore.v1.LookupRequest\x1a\x1a.kvstore.v1.LookupResponse\x12\x42\n\x07\x45xplain\x12\x1a.kvstore.v1.ExplainRequest\x1a\x1b.kvstore.v1.ExplainResponse\x12T\n\rDropNamespace\x12 .kvstore.v1.DropNamespaceRequest\x1a!.kvstore.v1.DropNamespaceResponse\x12<\n\x05Scrub\x12\x18.kvstore.v1.ScrubRequest\x1a\x19.kvstore.v1.ScrubResponse\x12<\n\x05\x44rain\x12\x18.kvstore.v1.DrainRequest\x1a\x19.kvstore.v1.DrainResponse\x12T\n\rReloadTenants\x12 .kvstore.v1.ReloadTenantsRequest\x1a!.kvstore.v1.ReloadTenantsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,42 +47,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INTEGERS']._serialized_end=354
   _globals['_NUMBER']._serialized_start=357
   _globals['_NUMBER']._serialized_end=521
-  _globals['_WORKER']._serialized_start=523
-  _globals['_WORKER']._serialized_end=621
-  _globals['_STATS']._serialized_start=624
-  _globals['_STATS']._serialized_end=837
-  _globals['_LISTNAMESPACESREQUEST']._serialized_start=839
-  _globals['_LISTNAMESPACESREQUEST']._serialized_end=908
-  _globals['_NAMESPACEINFO']._serialized_start=911
-  _globals['_NAMESPACEINFO']._serialized_end=1127
-  _globals['_LISTNAMESPACESRESPONSE']._serialized_start=1129
-  _globals['_LISTNAMESPACESRESPONSE']._serialized_end=1214
-  _globals['_LOOKUPREQUEST']._serialized_start=1216
-  _globals['_LOOKUPREQUEST']._serialized_end=1279
-  _globals['_LOOKUPRESPONSE']._serialized_start=1281
-  _globals['_LOOKUPRESPONSE']._serialized_end=1356
-  _globals['_EXPLAINREQUEST']._serialized_start=1359
-  _globals['_EXPLAINREQUEST']._serialized_end=1556
-  _globals['_KEYEXPLANATION']._serialized_start=1558
-  _globals['_KEYEXPLANATION']._serialized_end=1633
-  _globals['_FIELDDIFFERENCE']._serialized_start=1635
-  _globals['_FIELDDIFFERENCE']._serialized_end=1698
-  _globals['_NAMESPACEEXPLANATION']._serialized_start=1701
-  _globals['_NAMESPACEEXPLANATION']._serialized_end=1861
-  _globals['_EXPLAINRESPONSE']._serialized_start=1863
-  _globals['_EXPLAINRESPONSE']._serialized_end=1976
-  _globals['_DROPNAMESPACEREQUEST']._serialized_start=1978
-  _globals['_DROPNAMESPACEREQUEST']._serialized_end=2035
-  _globals['_DROPNAMESPACERESPONSE']._serialized_start=2037
-  _globals['_DROPNAMESPACERESPONSE']._serialized_end=2077
-  _globals['_SCRUBREQUEST']._serialized_start=2079
-  _globals['_SCRUBREQUEST']._serialized_end=2115
-  _globals['_SCRUBRESPONSE']._serialized_start=2117
-  _globals['_SCRUBRESPONSE']._serialized_end=2149
-  _globals['_DRAINREQUEST']._serialized_start=2151
-  _globals['_DRAINREQUEST']._serialized_end=2181
-  _globals['_DRAINRESPONSE']._serialized_start=2183
-  _globals['_DRAINRESPONSE']._serialized_end=2216
-  _globals['_CONTROL']._serialized_start=2219
-  _globals['_CONTROL']._serialized_end=2840
+  _globals['_WORKER']._serialized_start=524
+  _globals['_WORKER']._serialized_end=722
+  _globals['_DRIVE']._serialized_start=725
+  _globals['_DRIVE']._serialized_end=903
+  _globals['_TENANTUSE']._serialized_start=905
+  _globals['_TENANTUSE']._serialized_end=1029
+  _globals['_STATS']._serialized_start=1032
+  _globals['_STATS']._serialized_end=1320
+  _globals['_LISTNAMESPACESREQUEST']._serialized_start=1322
+  _globals['_LISTNAMESPACESREQUEST']._serialized_end=1391
+  _globals['_NAMESPACEINFO']._serialized_start=1394
+  _globals['_NAMESPACEINFO']._serialized_end=1610
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_start=1612
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_end=1697
+  _globals['_LOOKUPREQUEST']._serialized_start=1699
+  _globals['_LOOKUPREQUEST']._serialized_end=1762
+  _globals['_LOOKUPRESPONSE']._serialized_start=1764
+  _globals['_LOOKUPRESPONSE']._serialized_end=1839
+  _globals['_EXPLAINREQUEST']._serialized_start=1842
+  _globals['_EXPLAINREQUEST']._serialized_end=2039
+  _globals['_KEYEXPLANATION']._serialized_start=2041
+  _globals['_KEYEXPLANATION']._serialized_end=2116
+  _globals['_FIELDDIFFERENCE']._serialized_start=2118
+  _globals['_FIELDDIFFERENCE']._serialized_end=2181
+  _globals['_NAMESPACEEXPLANATION']._serialized_start=2184
+  _globals['_NAMESPACEEXPLANATION']._serialized_end=2344
+  _globals['_EXPLAINRESPONSE']._serialized_start=2346
+  _globals['_EXPLAINRESPONSE']._serialized_end=2459
+  _globals['_DROPNAMESPACEREQUEST']._serialized_start=2461
+  _globals['_DROPNAMESPACEREQUEST']._serialized_end=2518
+  _globals['_DROPNAMESPACERESPONSE']._serialized_start=2520
+  _globals['_DROPNAMESPACERESPONSE']._serialized_end=2560
+  _globals['_SCRUBREQUEST']._serialized_start=2562
+  _globals['_SCRUBREQUEST']._serialized_end=2598
+  _globals['_SCRUBRESPONSE']._serialized_start=2600
+  _globals['_SCRUBRESPONSE']._serialized_end=2632
+  _globals['_DRAINREQUEST']._serialized_start=2634
+  _globals['_DRAINREQUEST']._serialized_end=2664
+  _globals['_DRAINRESPONSE']._serialized_start=2666
+  _globals['_DRAINRESPONSE']._serialized_end=2699
+  _globals['_RELOADTENANTSREQUEST']._serialized_start=2701
+  _globals['_RELOADTENANTSREQUEST']._serialized_end=2723
+  _globals['_RELOADTENANTSRESPONSE']._serialized_start=2725
+  _globals['_RELOADTENANTSRESPONSE']._serialized_end=2765
+  _globals['_CONTROL']._serialized_start=2768
+  _globals['_CONTROL']._serialized_end=3475
 # @@protoc_insertion_point(module_scope)

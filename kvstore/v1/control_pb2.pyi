@@ -75,23 +75,71 @@ class Number(_message.Message):
     def __init__(self, name: _Optional[str] = ..., integer: _Optional[int] = ..., real: _Optional[float] = ..., text: _Optional[str] = ..., histogram: _Optional[_Union[Histogram, _Mapping]] = ..., list: _Optional[_Union[Integers, _Mapping]] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("rail", "pid", "state", "data", "restarts", "detail")
+    __slots__ = ("rail", "pid", "state", "data", "restarts", "detail", "sent_bytes_second", "received_bytes_second", "lookup_keys", "lookup_hits")
     RAIL_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_SECOND_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_SECOND_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_KEYS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_HITS_FIELD_NUMBER: _ClassVar[int]
     rail: int
     pid: int
     state: str
     data: _containers.RepeatedScalarFieldContainer[str]
     restarts: int
     detail: str
-    def __init__(self, rail: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., data: _Optional[_Iterable[str]] = ..., restarts: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+    sent_bytes_second: float
+    received_bytes_second: float
+    lookup_keys: int
+    lookup_hits: int
+    def __init__(self, rail: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., data: _Optional[_Iterable[str]] = ..., restarts: _Optional[int] = ..., detail: _Optional[str] = ..., sent_bytes_second: _Optional[float] = ..., received_bytes_second: _Optional[float] = ..., lookup_keys: _Optional[int] = ..., lookup_hits: _Optional[int] = ...) -> None: ...
+
+class Drive(_message.Message):
+    __slots__ = ("path", "id", "rail", "state", "detail", "capacity_bytes", "allocated_bytes", "live_bytes", "records", "mode")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    RAIL_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    id: str
+    rail: int
+    state: str
+    detail: str
+    capacity_bytes: int
+    allocated_bytes: int
+    live_bytes: int
+    records: int
+    mode: str
+    def __init__(self, path: _Optional[str] = ..., id: _Optional[str] = ..., rail: _Optional[int] = ..., state: _Optional[str] = ..., detail: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., allocated_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., records: _Optional[int] = ..., mode: _Optional[str] = ...) -> None: ...
+
+class TenantUse(_message.Message):
+    __slots__ = ("name", "quota_bytes", "used_bytes", "records", "refused_records", "weight")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_RECORDS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    quota_bytes: int
+    used_bytes: int
+    records: int
+    refused_records: int
+    weight: float
+    def __init__(self, name: _Optional[str] = ..., quota_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., records: _Optional[int] = ..., refused_records: _Optional[int] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("node_id", "version", "state", "epoch", "uptime_seconds", "workers", "numbers", "grpc", "metrics", "pid")
+    __slots__ = ("node_id", "version", "state", "epoch", "uptime_seconds", "workers", "numbers", "grpc", "metrics", "pid", "drives", "tenants")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +150,8 @@ class Stats(_message.Message):
     GRPC_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    DRIVES_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     version: str
     state: str
@@ -112,7 +162,9 @@ class Stats(_message.Message):
     grpc: str
     metrics: str
     pid: int
-    def __init__(self, node_id: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., numbers: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., grpc: _Optional[str] = ..., metrics: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    drives: _containers.RepeatedCompositeFieldContainer[Drive]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantUse]
+    def __init__(self, node_id: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., numbers: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., grpc: _Optional[str] = ..., metrics: _Optional[str] = ..., pid: _Optional[int] = ..., drives: _Optional[_Iterable[_Union[Drive, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ...) -> None: ...
 
 class ListNamespacesRequest(_message.Message):
     __slots__ = ("tenant", "limit", "after")
@@ -281,3 +333,13 @@ class DrainResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     draining: bool
     def __init__(self, draining: bool = ...) -> None: ...
+
+class ReloadTenantsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReloadTenantsResponse(_message.Message):
+    __slots__ = ("tenants",)
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    tenants: int
+    def __init__(self, tenants: _Optional[int] = ...) -> None: ...

@@ -79,6 +79,11 @@ class ControlStub(object):
                 request_serializer=kvstore_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_control__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ReloadTenants = channel.unary_unary(
+                '/kvstore.v1.Control/ReloadTenants',
+                request_serializer=kvstore_dot_v1_dot_control__pb2.ReloadTenantsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_control__pb2.ReloadTenantsResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -147,6 +152,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReloadTenants(self, request, context):
+        """Read the tenants file again; connections whose token is not in it any more are closed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -194,6 +206,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=kvstore_dot_v1_dot_control__pb2.DrainRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
+            ),
+            'ReloadTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadTenants,
+                    request_deserializer=kvstore_dot_v1_dot_control__pb2.ReloadTenantsRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_control__pb2.ReloadTenantsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -439,6 +456,33 @@ class Control(object):
             '/kvstore.v1.Control/Drain',
             kvstore_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
             kvstore_dot_v1_dot_control__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Control/ReloadTenants',
+            kvstore_dot_v1_dot_control__pb2.ReloadTenantsRequest.SerializeToString,
+            kvstore_dot_v1_dot_control__pb2.ReloadTenantsResponse.FromString,
             options,
             channel_credentials,
             insecure,

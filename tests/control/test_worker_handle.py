@@ -40,6 +40,7 @@ LAUNCH = WorkerLaunch(
     endurance_bytes_day=0,
     scrub_bytes_second=0,
     drain_ns=SECOND_NS,
+    has_tenants=False,
     log_level="info",
     log_format="human",
 )

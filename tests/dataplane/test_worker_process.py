@@ -78,6 +78,7 @@ class WorkerProcess:
             "endurance_bytes_day": 0,
             "scrub_bytes_second": 0,
             "drain_ns": 5 * SECOND_NS,
+            "has_tenants": False,
             "log_level": "warning",
             "log_format": "human",
         }

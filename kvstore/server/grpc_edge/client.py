@@ -10,9 +10,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore.cluster.view import View
+from kvstore.errors import InvalidRequest
 from kvstore.limits import CONTROL_DEADLINE_NS, SECOND_NS
 from kvstore.server.grpc_edge import messages
-from kvstore.server.grpc_edge.codes import CHANNEL_OPTIONS, error_of
+from kvstore.server.grpc_edge.codes import BEARER, CHANNEL_OPTIONS, TOKEN_METADATA, error_of
 from kvstore.server.report import Answer, Lookup, NamespacePage, NodeReport, Question
 from kvstore.v1 import control_pb2 as pb
 from kvstore.v1 import control_pb2_grpc as pb_grpc
@@ -23,8 +24,10 @@ _T = TypeVar("_T")
 class ControlClient:
     """One channel to one node, opened by the first call. A context manager; thread-safe."""
 
-    def __init__(self, address: str, *, deadline_ns: int = CONTROL_DEADLINE_NS) -> None:
+    def __init__(self, address: str, *, deadline_ns: int = CONTROL_DEADLINE_NS, token: bytes = b"") -> None:
+        """Raises InvalidRequest for a token that HTTP/2 metadata cannot carry."""
         self._address = address
+        self._metadata = _metadata(token)
         self._deadline_seconds = deadline_ns / SECOND_NS
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub: Any = pb_grpc.ControlStub(self._channel)  # type: ignore[no-untyped-call]
@@ -55,7 +58,7 @@ class ControlClient:
         """Each view newer than `known_epoch`, until DeadlineExceeded or Unavailable is raised."""
         request = pb.WatchViewRequest(known_epoch=known_epoch)
         try:
-            for view in self._stub.WatchView(request, timeout=deadline_ns / SECOND_NS):
+            for view in self._stub.WatchView(request, timeout=deadline_ns / SECOND_NS, metadata=self._metadata):
                 yield messages.view_value(view)
         except grpc.RpcError as error:
             raise error_of(error, self._address) from None
@@ -104,8 +107,21 @@ class ControlClient:
         """Refuse puts, or take them again; True when draining now."""
         return bool(self._call(self._stub.Drain, pb.DrainRequest(resume=resume)).draining)
 
+    def reload_tenants(self) -> int:
+        """Let the node read its tenants file again; how many tenants there are."""
+        return int(self._call(self._stub.ReloadTenants, pb.ReloadTenantsRequest()).tenants)
+
     def _call(self, method: Callable[..., Any], request: Any) -> Any:
         try:
-            return method(request, timeout=self._deadline_seconds)
+            return method(request, timeout=self._deadline_seconds, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_of(error, self._address) from None
+
+
+def _metadata(token: bytes) -> tuple[tuple[str, str], ...]:
+    if not token:
+        return ()
+    text = (BEARER + token).decode("latin-1")
+    if not text.isascii() or not text.isprintable():
+        raise InvalidRequest("the token has characters that gRPC cannot carry; use printable ASCII")
+    return ((TOKEN_METADATA, text),)

@@ -30,6 +30,9 @@ STATUS_OF: Final[dict[type[errors.KVStoreError], grpc.StatusCode]] = {
 _ERROR_OF: Final = {status: kind for kind, status in reversed(STATUS_OF.items())}
 """Of two classes with one status, the first of the table is read back."""
 
+TOKEN_METADATA: Final = "authorization"
+BEARER: Final = b"Bearer "  # before the token, RFC 6750 section 2.1
+
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", GRPC_MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", GRPC_MESSAGE_BYTES_MAX),

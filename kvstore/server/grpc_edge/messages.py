@@ -9,11 +9,14 @@ from kvstore.limits import SECOND_NS
 from kvstore.server.report import (
     Answer,
     Difference,
+    DriveReport,
+    DriveState,
     KeyAnswer,
     NamespaceAnswer,
     NamespaceReport,
     NodeReport,
     NodeState,
+    TenantUse,
     WorkerReport,
     WorkerState,
 )
@@ -54,6 +57,8 @@ def stats_message(report: NodeReport) -> pb.Stats:
         grpc=report.grpc,
         metrics=report.metrics,
         pid=report.pid,
+        drives=[_drive_message(drive) for drive in report.drives],
+        tenants=[_tenant_message(use) for use in report.tenants],
     )
 
 
@@ -70,6 +75,8 @@ def stats_value(message: pb.Stats) -> NodeReport:
         metrics=message.metrics,
         workers=tuple(map(_worker_value, message.workers)),
         numbers=_snapshot(message.numbers),
+        drives=tuple(map(_drive_value, message.drives)),
+        tenants=tuple(map(_tenant_value, message.tenants)),
     )
 
 
@@ -81,6 +88,10 @@ def _worker_message(worker: WorkerReport) -> pb.Worker:
         data=worker.data,
         restarts=worker.restarts,
         detail=worker.detail,
+        sent_bytes_second=worker.sent_bytes_second,
+        received_bytes_second=worker.received_bytes_second,
+        lookup_keys=worker.lookup_keys,
+        lookup_hits=worker.lookup_hits,
     )
 
 
@@ -92,6 +103,62 @@ def _worker_value(message: pb.Worker) -> WorkerReport:
         data=tuple(message.data),
         restarts=message.restarts,
         detail=message.detail,
+        sent_bytes_second=message.sent_bytes_second,
+        received_bytes_second=message.received_bytes_second,
+        lookup_keys=message.lookup_keys,
+        lookup_hits=message.lookup_hits,
+    )
+
+
+def _drive_message(drive: DriveReport) -> pb.Drive:
+    return pb.Drive(
+        path=drive.path,
+        id=drive.id,
+        rail=drive.rail,
+        state=drive.state,
+        detail=drive.detail,
+        capacity_bytes=drive.capacity_bytes,
+        allocated_bytes=drive.allocated_bytes,
+        live_bytes=drive.live_bytes,
+        records=drive.records,
+        mode=drive.mode,
+    )
+
+
+def _drive_value(message: pb.Drive) -> DriveReport:
+    return DriveReport(
+        path=message.path,
+        id=message.id,
+        rail=message.rail,
+        state=DriveState(message.state),
+        detail=message.detail,
+        capacity_bytes=message.capacity_bytes,
+        allocated_bytes=message.allocated_bytes,
+        live_bytes=message.live_bytes,
+        records=message.records,
+        mode=message.mode,
+    )
+
+
+def _tenant_message(use: TenantUse) -> pb.TenantUse:
+    return pb.TenantUse(
+        name=use.name,
+        quota_bytes=use.quota_bytes,
+        used_bytes=use.used_bytes,
+        records=use.records,
+        refused_records=use.refused_records,
+        weight=use.weight,
+    )
+
+
+def _tenant_value(message: pb.TenantUse) -> TenantUse:
+    return TenantUse(
+        name=message.name,
+        quota_bytes=message.quota_bytes,
+        used_bytes=message.used_bytes,
+        records=message.records,
+        refused_records=message.refused_records,
+        weight=message.weight,
     )
 
 

@@ -10,12 +10,13 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import Denied, InvalidRequest, KVStoreError
 from kvstore.limits import CONTROL_DEADLINE_NS, GRPC_CALLS_MAX, NAMESPACES_PAGE_LIMIT_MAX, SECOND_NS
 from kvstore.server.control import Control
 from kvstore.server.grpc_edge import messages
-from kvstore.server.grpc_edge.codes import SERVER_OPTIONS, status_of
+from kvstore.server.grpc_edge.codes import BEARER, SERVER_OPTIONS, TOKEN_METADATA, status_of
 from kvstore.server.report import Question
+from kvstore.server.tenant_control import TenantControl
 from kvstore.telemetry.metrics import SupervisorMetrics, error_index
 from kvstore.v1 import control_pb2 as pb
 from kvstore.v1 import control_pb2_grpc as pb_grpc
@@ -70,41 +71,42 @@ class _ControlServicer(pb_grpc.ControlServicer):
         self._metrics = metrics
 
     async def GetView(self, request: pb.GetViewRequest, context: _Context) -> pb.View:
-        async def view(_: int) -> pb.View:
-            return messages.view_message(self._control.view())
+        async def view(control: Control, _: int) -> pb.View:
+            return messages.view_message(control.view())
 
         return await self._answer(context, view)
 
     async def WatchView(self, request: pb.WatchViewRequest, context: _Context) -> AsyncIterator[pb.View]:
         self._metrics.grpc_calls += 1
-        async for view in self._control.views(request.known_epoch):
+        try:
+            control = self._control_for(context)
+        except Denied as error:
+            self._metrics.grpc_errors[error_index(error)] += 1
+            await context.abort(status_of(error), str(error))
+        async for view in control.views(request.known_epoch):
             yield messages.view_message(view)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the node is stopping; ask another one for the view")
 
     async def GetStats(self, request: pb.GetStatsRequest, context: _Context) -> pb.Stats:
-        async def stats(_: int) -> pb.Stats:
-            return messages.stats_message(await self._control.report())
+        async def stats(control: Control, _: int) -> pb.Stats:
+            return messages.stats_message(await control.report())
 
         return await self._answer(context, stats)
 
     async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: _Context) -> pb.ListNamespacesResponse:
-        async def page(deadline_ns: int) -> pb.ListNamespacesResponse:
+        async def page(control: Control, deadline_ns: int) -> pb.ListNamespacesResponse:
             limit = request.limit or _NAMESPACES_LIMIT_DEFAULT
             if limit > NAMESPACES_PAGE_LIMIT_MAX:
                 raise InvalidRequest(f"limit is {limit}, at most {NAMESPACES_PAGE_LIMIT_MAX}; ask page by page")
-            found = await self._control.namespaces(
-                request.tenant, after=request.after, limit=limit, deadline_ns=deadline_ns
-            )
+            found = await control.namespaces(request.tenant, after=request.after, limit=limit, deadline_ns=deadline_ns)
             rows = [messages.namespace_message(namespace) for namespace in found.namespaces]
             return pb.ListNamespacesResponse(namespaces=rows, next=found.next)
 
         return await self._answer(context, page)
 
     async def Lookup(self, request: pb.LookupRequest, context: _Context) -> pb.LookupResponse:
-        async def lookup(deadline_ns: int) -> pb.LookupResponse:
-            found = await self._control.lookup(
-                request.namespace, request.keys, count=request.count, deadline_ns=deadline_ns
-            )
+        async def lookup(control: Control, deadline_ns: int) -> pb.LookupResponse:
+            found = await control.lookup(request.namespace, request.keys, count=request.count, deadline_ns=deadline_ns)
             return pb.LookupResponse(
                 statuses=found.statuses, prefix=found.prefix, namespace_known=found.namespace_known
             )
@@ -112,7 +114,7 @@ class _ControlServicer(pb_grpc.ControlServicer):
         return await self._answer(context, lookup)
 
     async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
-        async def explain(deadline_ns: int) -> pb.ExplainResponse:
+        async def explain(control: Control, deadline_ns: int) -> pb.ExplainResponse:
             question = Question(
                 tenant=request.tenant,
                 namespace=request.namespace,
@@ -125,35 +127,48 @@ class _ControlServicer(pb_grpc.ControlServicer):
                 keys=request.keys,
                 tokens=tuple(request.tokens),
             )
-            return messages.answer_message(await self._control.explain(question, deadline_ns=deadline_ns))
+            return messages.answer_message(await control.explain(question, deadline_ns=deadline_ns))
 
         return await self._answer(context, explain)
 
     async def DropNamespace(self, request: pb.DropNamespaceRequest, context: _Context) -> pb.DropNamespaceResponse:
-        async def drop(deadline_ns: int) -> pb.DropNamespaceResponse:
-            dropped = await self._control.drop(request.tenant, request.namespace, deadline_ns=deadline_ns)
+        async def drop(control: Control, deadline_ns: int) -> pb.DropNamespaceResponse:
+            dropped = await control.drop(request.tenant, request.namespace, deadline_ns=deadline_ns)
             return pb.DropNamespaceResponse(dropped=dropped)
 
         return await self._answer(context, drop)
 
     async def Scrub(self, request: pb.ScrubRequest, context: _Context) -> pb.ScrubResponse:
-        async def scrub(deadline_ns: int) -> pb.ScrubResponse:
-            return pb.ScrubResponse(started=await self._control.scrub(request.bytes_second, deadline_ns=deadline_ns))
+        async def scrub(control: Control, deadline_ns: int) -> pb.ScrubResponse:
+            return pb.ScrubResponse(started=await control.scrub(request.bytes_second, deadline_ns=deadline_ns))
 
         return await self._answer(context, scrub)
 
     async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
-        async def drain(_: int) -> pb.DrainResponse:
-            await self._control.drain(resume=request.resume)
+        async def drain(control: Control, _: int) -> pb.DrainResponse:
+            await control.drain(resume=request.resume)
             return pb.DrainResponse(draining=not request.resume)
 
         return await self._answer(context, drain)
 
-    async def _answer(self, context: _Context, work: Callable[[int], Awaitable[_T]]) -> _T:
+    async def ReloadTenants(self, request: pb.ReloadTenantsRequest, context: _Context) -> pb.ReloadTenantsResponse:
+        async def reload(control: Control, _: int) -> pb.ReloadTenantsResponse:
+            return pb.ReloadTenantsResponse(tenants=await control.reload_tenants())
+
+        return await self._answer(context, reload)
+
+    def _control_for(self, context: _Context) -> Control:
+        """The verbs as the caller may use them. Raises Denied."""
+        grant = self._control.access.grant_of(_token_of(context))
+        return self._control if grant is None else TenantControl(self._control, grant)
+
+    async def _answer(self, context: _Context, work: Callable[[Control, int], Awaitable[_T]]) -> _T:
         """Do the work within the call's time, and turn what goes wrong into a status. The root of every unary call."""
         self._metrics.grpc_calls += 1
         try:
-            return await work(messages.seconds_left_ns(context.time_remaining(), CONTROL_DEADLINE_NS))
+            return await work(
+                self._control_for(context), messages.seconds_left_ns(context.time_remaining(), CONTROL_DEADLINE_NS)
+            )
         except KVStoreError as error:
             self._metrics.grpc_errors[error_index(error)] += 1
             await context.abort(status_of(error), str(error))
@@ -161,3 +176,12 @@ class _ControlServicer(pb_grpc.ControlServicer):
             self._metrics.grpc_errors[error_index(error)] += 1
             log.exception("a control call failed by a defect of ours")
             await context.abort(grpc.StatusCode.INTERNAL, f"a defect of this node, please report it: {error!r}")
+
+
+def _token_of(context: _Context) -> bytes:
+    """The token in a call's metadata, empty where there is none."""
+    for name, value in context.invocation_metadata() or ():
+        if name == TOKEN_METADATA:
+            raw = value.encode() if isinstance(value, str) else value
+            return raw[len(BEARER) :].strip() if raw.startswith(BEARER) else raw
+    return b""

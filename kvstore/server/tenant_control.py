@@ -1,0 +1,91 @@
+"""The control plane's verbs for the bearer of a tenant's token: the scopes, and nothing of other tenants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvstore.errors import Denied
+from kvstore.server.control import Control
+from kvstore.server.report import Answer, Lookup, NamespacePage, NodeReport, Question
+from kvstore.server.tenants import Grant, Scope
+
+
+class TenantControl(Control):
+    """See `Control`. With the scope ADMIN a bearer sees every tenant; with the others its own, as its scopes allow.
+
+    Every method raises Denied for what the token does not allow. That it names another tenant's namespace is none of
+    these: such a namespace is unknown.
+    """
+
+    def __init__(self, control: Control, grant: Grant) -> None:
+        super().__init__(control.fleet, control.access)
+        self._grant = grant
+
+    @property
+    def _is_admin(self) -> bool:
+        return Scope.ADMIN in self._grant.scopes
+
+    def _check(self, tenant: str, scope: Scope, what: str) -> None:
+        """Whether something may be asked about a tenant."""
+        if self._is_admin:
+            return
+        self._grant.require(scope, what)
+        if tenant != self._grant.tenant:
+            raise Denied(
+                f"{what} of tenant {tenant!r} was asked with a token of tenant {self._grant.tenant!r}; "
+                "ask about one's own, or with a token of scope admin"
+            )
+
+    async def report(self) -> NodeReport:
+        """See `Control`; without ADMIN only how the node is, and what the tenant itself uses."""
+        report = await super().report()
+        if self._is_admin:
+            return report
+        own = tuple(use for use in report.tenants if use.name == self._grant.tenant)
+        workers = tuple(
+            replace(
+                worker,
+                detail="",
+                sent_bytes_second=0.0,
+                received_bytes_second=0.0,
+                lookup_keys=0,
+                lookup_hits=0,
+            )
+            for worker in report.workers
+        )
+        return replace(report, numbers={}, drives=(), tenants=own, workers=workers)
+
+    async def namespaces(self, tenant: str, *, after: bytes, limit: int, deadline_ns: int) -> NamespacePage:
+        """See `Control`."""
+        self._check(tenant, Scope.READ, "the list of namespaces")
+        return await super().namespaces(tenant, after=after, limit=limit, deadline_ns=deadline_ns)
+
+    async def lookup(self, namespace: bytes, keys: bytes, *, count: bool, deadline_ns: int) -> Lookup:
+        """See `Control`; also an admin looks up among its own tenant's chunks only."""
+        self._grant.require(Scope.READ, "a lookup")
+        return await self.lookup_of(self._grant.tenant, namespace, keys, count=count, deadline_ns=deadline_ns)
+
+    async def explain(self, question: Question, *, deadline_ns: int) -> Answer:
+        """See `Control`."""
+        self._check(question.tenant, Scope.READ, "an explanation")
+        return await super().explain(question, deadline_ns=deadline_ns)
+
+    async def drop(self, tenant: str, namespace: bytes, *, deadline_ns: int) -> bool:
+        """See `Control`."""
+        self._check(tenant, Scope.WRITE, "the drop of a namespace")
+        return await super().drop(tenant, namespace, deadline_ns=deadline_ns)
+
+    async def scrub(self, bytes_second: int, *, deadline_ns: int) -> bool:
+        """See `Control`."""
+        self._grant.require(Scope.ADMIN, "a scrub")
+        return await super().scrub(bytes_second, deadline_ns=deadline_ns)
+
+    async def drain(self, *, resume: bool) -> None:
+        """See `Control`."""
+        self._grant.require(Scope.ADMIN, "a drain")
+        await super().drain(resume=resume)
+
+    async def reload_tenants(self) -> int:
+        """See `Control`."""
+        self._grant.require(Scope.ADMIN, "a reload of the tenants file")
+        return await super().reload_tenants()
