@@ -179,6 +179,8 @@ class StoreJob(Job):
                 for record in unknown:
                     record.finish(OPEN)
                     record.was_offered = False  # the node has nothing of a namespace that it does not know
+                yield from connection.ask(Manifest(manifest=self._manifest), End)
+                self._knows_manifest = True
                 yield from self._offer(connection, unknown)
 
     def _parts(self, records: list[OutgoingRecord], connection: Connection) -> Iterator[list[OutgoingRecord]]:
@@ -192,8 +194,6 @@ class StoreJob(Job):
                 yield same[part.start : part.stop]
 
     def _offer(self, connection: Connection, records: list[OutgoingRecord]) -> Steps:
-                yield from connection.ask(Manifest(manifest=self._manifest), End)
-                self._knows_manifest = True
         were_offered = [record.was_offered for record in records]
         self._is_taken = False
         try:
