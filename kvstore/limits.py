@@ -60,6 +60,7 @@ QUEUE_DEPTH_DEFAULT: Final = 32
 QUEUE_DEPTH_MAX: Final = 256
 DEVICE_IO_BYTES_MAX: Final = 4 * MiB
 READ_COALESCE_BYTES: Final = 1 * MiB
+PARCEL_BYTES_MAX: Final = 2 * MiB  # payload of records that are read, checked and sent together
 RANGE_WHOLE_BYTES: Final = 256 * KiB  # a record up to this is read whole even if only a range of it is wanted
 DEVICE_LOCK_WAIT_NS: Final = 10 * SECOND_NS
 DEVICE_CLAIM_WAIT_NS: Final = 200 * MS_NS
@@ -252,6 +253,7 @@ assert INLINE_PUT_BYTES_MAX <= FRAME_PAYLOAD_BYTES_MAX
 assert READ_AHEAD_BYTES <= BODY_FIRST_BYTES <= FRAME_BODY_BYTES_MAX, "what came with the header must fit"
 assert REQUESTS_BYTES_MAX >= 16 * (FRAME_BODY_BYTES_MAX + INLINE_PUT_BYTES_MAX), "some of the largest side by side"
 assert FRAME_AIM_BYTES <= FRAME_PAYLOAD_BYTES_MAX
+assert PARCEL_BYTES_MAX <= FRAME_PAYLOAD_BYTES_MAX, "a parcel is a frame"
 assert INTEGRATION_STAGING_BYTES >= PAYLOAD_BYTES_MAX, "an integration stages at least one chunk"
 assert PAYLOAD_BYTES_MAX <= SEGMENT_BYTES_MAX
 assert LOG_SHARE_COMMITS + LOG_SHARE_MANIFESTS + LOG_SHARE_TOMBSTONES + LOG_SHARE_BATCH <= 1

@@ -63,8 +63,41 @@ class ReadyItem(Protocol):
     def release(self) -> None: ...
 
 
+class Parcel(Protocol):
+    """Verified whole records in node memory, packed for the wire. Valid until `release`, to be called exactly once.
+
+    Attributes:
+        body: of the DATA frame that carries them, whose slices are `count`.
+        payload: their bytes, in that order, none empty; `payload_bytes` in all.
+    """
+
+    body: bytes
+    count: int
+    payload: list[memoryview]
+    payload_bytes: int
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Positions of the records in the request."""
+
+    def release(self) -> None: ...
+
+
+class ParcelSource(Protocol):
+    """Gives what has landed, and is checked only now: ask right before it is sent."""
+
+    def take(self) -> Parcel | None:
+        """The next parcel, each record of which has ended with it; None when nothing (more) has landed well.
+
+        Calls `missed` and `finished` of the sink, as the case may be.
+        """
+
+
 class ReadSink(Protocol):
-    """Where a read delivers. Each record ends with `ready(last=True)` or one `missed`; then `finished` once."""
+    """Where a read delivers. Each record ends with `ready(last=True)`, one `missed` or a parcel; then `finished` once.
+
+    A sink that has a method `landed(source: ParcelSource)` may be given parcels: it is called when one has landed.
+    """
 
     def ready(self, item: ReadyItem) -> None: ...
 

@@ -32,6 +32,7 @@ from kvstore.engine.hooks import Hooks
 from kvstore.engine.loads import Loader
 from kvstore.engine.location import U64, location_page_counts
 from kvstore.engine.namespaces import index_key, index_keys
+from kvstore.engine.parcels import Parcels
 from kvstore.engine.pins import Pins
 from kvstore.engine.policy import TickClock
 from kvstore.engine.reader import Reader
@@ -178,6 +179,14 @@ class DriveEngine:
             cache=self.cache,
             table=self.store.table,
             loader=self._loader,
+            parcels=Parcels(
+                queue=self._queue,
+                table=self.store.table,
+                catalog=self.catalog,
+                cache=self.cache,
+                loader=self._loader,
+                metrics=self.metrics,
+            ),
             pending=self._pending,
             metrics=self.metrics,
             estimator=self.estimator,

@@ -57,14 +57,23 @@ class Starter(Waiter, Protocol):
         spec: says for which namespace, and in which flow class.
         staged_bytes: grows by what is on its way from the drive for it.
         force_cache: what it reads is wanted in the cache, whatever admission says.
+        doubted: indices of records that were read before, and were not right.
     """
 
     spec: ReadSpec
     staged_bytes: int
     force_cache: bool
+    doubted: set[int]
 
     def loaded_run(self, piece: Piece, view: memoryview, run: Sequence[tuple[int, int, RecordFacts]]) -> None:
         """`loaded` for many whole records: (index, where in `view` the payload begins, facts) of each."""
+
+
+class Bundle(Protocol):
+    """Records that are on the way together; they become flights of their own when somebody joins one."""
+
+    def unpack(self) -> None:
+        """Put a flight for each of its records in its place."""
 
 
 FlightKey = int | tuple[int, int, int]
@@ -177,7 +186,7 @@ class Loader:
         quarantine: called with (namespace, key, location) of a record that is bad for good.
 
     Attributes:
-        flights: what is on its way, to join.
+        flights: what is on its way; see `flight`.
         operations: device operations in flight.
         started: device operations ever started.
         headers: facts of records that were read in pieces.
@@ -205,10 +214,18 @@ class Loader:
         self._is_current = is_current
         self._quarantine = quarantine
         self._suspects: dict[int, None] = {}
-        self.flights: dict[FlightKey, Flight] = {}
+        self.flights: dict[FlightKey, Flight | Bundle] = {}
         self.operations = 0
         self.started = 0
         self.tick = 1
+
+    def flight(self, name: FlightKey) -> Flight | None:
+        """What is on its way under that name, to join."""
+        found = self.flights.get(name)
+        if found is None or isinstance(found, Flight):
+            return found
+        found.unpack()
+        return self.flight(name)
 
     # --- starting ----------------------------------------------------------------------------------------------------
     def whole(self, wanted: Sequence[tuple[int, int]], keys: bytes, pages: int, starter: Starter) -> bool:
@@ -244,6 +261,9 @@ class Loader:
             )
             flights.append(flight)
             at += length_bytes
+        if starter.doubted:
+            for flight, (_, index) in zip(flights, wanted, strict=True):
+                flight.second = index in starter.doubted
         segment = wanted[0][0] >> _SEGMENT_SHIFT
         self._begin(_Load(flights, piece, segment, starter, starter.spec.flow, self._whole_done), 0, length)
         return True
@@ -320,6 +340,19 @@ class Loader:
         self._metrics.read_ios += count
 
     # --- whole records -----------------------------------------------------------------------------------------------
+    def take_over(
+        self, flights: Sequence[Flight], piece: Piece, segment: int, *, starter: Starter, error: OSError | None
+    ) -> None:
+        """End a read of neighbours that somebody else has started, as one operation, and which has completed.
+
+        Takes over `piece`, a hold on `segment`, and what the starter has staged.
+        """
+        load = _Load(flights, piece, segment, starter, starter.spec.flow, self._whole_done)
+        load.length_bytes = piece.length
+        load.operations = 1
+        load.error = error
+        self._whole_done(load)
+
     def _whole_done(self, load: _Load) -> None:
         self._landed(load)
         if load.error is not None:
@@ -524,6 +557,15 @@ class Loader:
     def _trust(self, flight: Flight) -> None:
         if self._suspects:
             self._suspects.pop(flight.location, None)
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether the drive failed to read some record, which may be read well by now."""
+        return bool(self._suspects)
+
+    def trust(self, location: int) -> None:
+        """A record was read well."""
+        self._suspects.pop(location, None)
 
     def _landed(self, load: _Load) -> None:
         self.operations -= load.operations

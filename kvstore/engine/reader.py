@@ -19,6 +19,7 @@ from kvstore.engine.estimate import LoadEstimator
 from kvstore.engine.loads import HEADER, Flight, Loader
 from kvstore.engine.location import DEPTH_BITS, PAGES_BITS, location_pages, location_segment
 from kvstore.engine.namespaces import NamespaceTable, index_key, index_keys, index_keys_few
+from kvstore.engine.parcels import Parcel, Parcels
 from kvstore.engine.put import Put, Ticket
 from kvstore.engine.request import Pieces, Request
 from kvstore.engine.segment import SegmentTable
@@ -41,7 +42,7 @@ from kvstore.types.results import MissReason
 _FEW_KEYS: Final = 64
 _WATCHED_MIN: Final = 256
 _ARENA_SHARE: Final = 4  # a record longer than a quarter of the arena would wait for long until so much is free
-_WINDOW_OPENS_BYTES: Final = READ_WINDOW_BYTES // 2
+_WINDOW_OPENS_BYTES: Final = READ_WINDOW_BYTES * 3 // 4
 _RUN_PAGES_MAX: Final = READ_COALESCE_BYTES // PAGE_BYTES
 _PLACE_SHIFT: Final = PAGES_BITS + DEPTH_BITS
 _PAGES_MASK: Final = (1 << PAGES_BITS) - 1
@@ -57,6 +58,7 @@ class Reader:
     Attributes:
         now_ns, tick: the time of the present turn.
         hungry: a request waits for memory, or for its window to open.
+        uses_parcels: whole records come in parcels to those who take them.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Reader:
         cache: Cache,
         table: SegmentTable,
         loader: Loader,
+        parcels: Parcels,
         pending: Mapping[bytes, Ticket],
         metrics: EngineMetrics,
         estimator: LoadEstimator,
@@ -77,6 +80,9 @@ class Reader:
         self._cache = cache
         self._table = table
         self._loader = loader
+        self._parcels = parcels
+        self.uses_parcels = parcels.usable
+        self.open_parcel: Callable[[Parcel], bool] = parcels.open
         self._pending = pending
         self._metrics = metrics
         self._estimator = estimator
@@ -311,6 +317,8 @@ class Reader:
         if request.closed:
             return
         request.wants = sorted(rest + wants)
+        if request.in_parcels and len(dict(request.wants)) < len(request.wants):
+            request.in_parcels = False  # a key that is given twice waits twice for one flight
         request.next_want = 0
         request.version = self._catalog.version
 
@@ -407,6 +415,10 @@ class Reader:
             if request.version != self._catalog.version:
                 self._plan(request, [])  # records moved or went since its reads were planned
                 return True
+            if request.in_parcels and not request.doubted:
+                started = self._parcels.start(request)
+                if started is not None:
+                    return started
             return self._start_runs(request)
         if request.pieces:
             return self._start_piece(request)
@@ -458,12 +470,12 @@ class Reader:
         before = -1
         for location, index in wants:
             if location == before:
-                self._join(request, index, self._loader.flights[location])
+                self._serve(request, location, index)
             before = location
 
     def _serve(self, request: Request, location: int, index: int) -> None:
         """The record has come into memory since, or is on its way for somebody: then this one joins."""
-        flight = self._loader.flights.get(location)
+        flight = self._loader.flight(location)
         if flight is not None:
             flight.wanted_in_cache |= request.force_cache
             self._metrics.read_shared += 1
@@ -498,7 +510,7 @@ class Reader:
         if pieces.facts is None:
             return self._start_header(request, pieces)
         blocks = pieces.wanted[0]
-        flight = self._loader.flights.get((pieces.location, blocks[0], blocks[1]))
+        flight = self._loader.flight((pieces.location, blocks[0], blocks[1]))
         if flight is None:
             if not request.has_window(blocks[1]):
                 return False
@@ -526,7 +538,7 @@ class Reader:
             else:
                 self._collide(request, pieces.index)
             return True
-        flight = self._loader.flights.get((pieces.location, *HEADER))
+        flight = self._loader.flight((pieces.location, *HEADER))
         if flight is None:
             flight = self._loader.header(
                 request.spec.namespace, pieces.key, pieces.location, starter=request, flow=request.spec.flow

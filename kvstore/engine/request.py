@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvstore.engine.api import ReadSink, ReadSpec
+from kvstore.engine.api import ParcelSource, ReadSink, ReadSpec
 from kvstore.engine.arena import Piece
 from kvstore.engine.cache import RecordFacts
 from kvstore.engine.readplan import Range, covering_blocks, ranges_per_record
@@ -16,6 +16,7 @@ from kvstore.types.checksum import block_count
 from kvstore.types.results import MissReason
 
 if TYPE_CHECKING:
+    from kvstore.engine.parcels import Parcel
     from kvstore.engine.reader import Reader
 
 _ANY_CONTENT = bytes(16)
@@ -55,19 +56,26 @@ class Request:
         version: of the catalog when `wants` was looked up.
         later: records found in memory when the window was full.
         pieces: records to read piece by piece.
+        in_parcels: its records may come in parcels.
+        landed: parcels that are there and not taken.
+        doubted: indices of records that came in a parcel, and were not right.
         queued, blocked: it stands in the reader's round, or among those that wait for memory.
         reader: whom to tell when memory comes back.
     """
 
     __slots__ = (
         "_done",
+        "_on_landed",
         "_pins_content",
         "_ranges",
         "_simple",
         "blocked",
         "closed",
+        "doubted",
         "force_cache",
+        "in_parcels",
         "keys",
+        "landed",
         "later",
         "left",
         "next_want",
@@ -103,6 +111,10 @@ class Request:
         self._done = bytearray(self.left)
         self._pins_content = spec.content_ids is not None
         self._simple = spec.ranges is None and spec.content_ids is None
+        self._on_landed: Callable[[ParcelSource], None] | None = getattr(sink, "landed", None)
+        self.in_parcels = self._simple and self._on_landed is not None and reader.uses_parcels
+        self.landed: deque[Parcel] = deque()
+        self.doubted: set[int] = set()
         self._ranges = ranges_per_record(spec.ranges, self.left) if spec.ranges is not None else None
 
     # --- ReadHandle --------------------------------------------------------------------------------------------------
@@ -127,6 +139,8 @@ class Request:
         self.later.clear()
         self.pieces.clear()
         self.piecewise.clear()
+        while self.landed:
+            self.landed.popleft().release()
 
     def has_work(self) -> bool:
         """Whether something could be started for it, window and memory permitting."""
@@ -283,6 +297,41 @@ class Request:
         if self.left == 0 and not self.closed:
             self.close()
             self.sink.finished()
+
+    # --- parcels -----------------------------------------------------------------------------------------------------
+    def parcel_landed(self, parcel: Parcel) -> None:
+        """A parcel is there, unchecked."""
+        self.landed.append(parcel)
+        assert self._on_landed is not None
+        self._on_landed(self)
+
+    def take(self) -> Parcel | None:
+        """See `api.ParcelSource.take`."""
+        while self.landed:
+            parcel = self.landed.popleft()
+            if self.reader.open_parcel(parcel):
+                return parcel
+        return None
+
+    def packed(self, wants: Sequence[tuple[int, int]]) -> None:
+        """These records end with the parcel that is being taken."""
+        done = self._done
+        for _, index in wants:
+            done[index] = 1
+        self.left -= len(wants)
+        if not self.left:
+            self._finish()
+
+    def absent(self, index: int) -> None:
+        """What was read is another record."""
+        self.miss(index, MissReason.ABSENT)
+
+    def read_again(self, location: int, index: int) -> None:
+        """What was read is not right: once more, from where it is now."""
+        self.doubted.add(index)
+        self.wants.insert(self.next_want, (location, index))
+        self.version = -1
+        self.reader.activate(self)
 
     # --- Waiter ------------------------------------------------------------------------------------------------------
     def headed(self, index: int, facts: RecordFacts) -> None:

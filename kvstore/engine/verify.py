@@ -8,7 +8,7 @@ needs at once and takes locations apart in place, because it runs for every reco
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Final, Protocol
 
@@ -16,7 +16,7 @@ from kvstore.engine.api import NamespaceRef
 from kvstore.engine.cache import RecordFacts
 from kvstore.engine.format import CRC_TABLE_AT, RECORD_MAGIC
 from kvstore.engine.location import DEPTH_BITS, PAGE_BITS, PAGES_BITS
-from kvstore.limits import PAGE_BYTES, PAYLOAD_BYTES_MAX
+from kvstore.limits import DIGEST_BYTES, PAGE_BYTES, PAYLOAD_BYTES_MAX
 from kvstore.types.checksum import crc32c, crcs_match
 
 # magic, CRC, header pages, part, block, payload, segment generation, segment, page, position, CRC words, content id,
@@ -149,6 +149,73 @@ def check_run(
         else:
             found.append(Fault.CORRUPT)
     return found
+
+
+def pack_records(
+    view: memoryview,
+    wants: Sequence[tuple[int, int]],
+    keys: bytes,
+    ref: NamespaceRef,
+    generations: Mapping[int, int],
+) -> tuple[list[int | bytes], list[bytes], list[memoryview], list[tuple[int, Fault]]]:
+    """Check whole records that lie one behind the other in memory, as `check_run`, and describe them for the wire.
+
+    Args:
+        view: the padded records.
+        wants: (location, index of the key) of each, in order.
+        keys: 32 bytes each.
+        ref: of them all.
+        generations: of the segments, by number.
+
+    Returns:
+        The fields of a slice (`wire.slices`) of each good record in one list, their CRC tables, their payloads where
+        there is any; and (place in `wants`, why) of each that is not.
+    """
+    fields: list[int | bytes] = []
+    tables: list[bytes] = []
+    payloads: list[memoryview] = []
+    faults: list[tuple[int, Fault]] = []
+    unpack, magic_wanted, crc_of = _RUN_HEADER.unpack_from, RECORD_MAGIC, crc32c
+    space_wanted = ref.digest + _GENERATION.pack(ref.generation)
+    known: tuple[bytes, int, int] | None = None
+    layout: _Layout | None = None
+    header_bytes = table_end = block_bytes = record_bytes = 0
+    at = 0
+    for number, (location, index) in enumerate(wants):
+        magic, crc, shape, generation, segment, page, crc_count, content_id, key, space = unpack(view, at)
+        length = (location >> DEPTH_BITS & _PAGES_MASK) * PAGE_BYTES
+        if known != (shape, crc_count, length):
+            known = (shape, crc_count, length)
+            layout = _layout(*known)
+            if layout is not None:
+                _, header_bytes, table_end, block_bytes, record_bytes = layout
+        start = at + header_bytes
+        if (
+            layout is None
+            or magic != magic_wanted
+            or crc_of(view[at + _CRC_COVERS_FROM : start]) != crc
+            or segment << PAGE_BITS | page != location >> _PLACE_SHIFT
+            or generation != generations[segment]
+        ):
+            faults.append((number, Fault.CORRUPT))
+        elif key != keys[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES] or space != space_wanted:
+            faults.append((number, Fault.OTHER))
+        else:
+            crcs = bytes(view[at + CRC_TABLE_AT : at + table_end])
+            payload = view[start : start + record_bytes]
+            if (
+                crc_of(payload).to_bytes(4, "little") == crcs
+                if crc_count == 1
+                else crcs_match(payload, block_bytes, crcs)
+            ):
+                fields += (index, 0, record_bytes, 0, 1, crc_count, content_id, record_bytes, block_bytes)
+                tables.append(crcs)
+                if record_bytes:
+                    payloads.append(payload)
+            else:
+                faults.append((number, Fault.CORRUPT))
+        at += length
+    return fields, tables, payloads, faults
 
 
 _Layout = tuple[int, int, int, int, int]

@@ -157,8 +157,7 @@ class Connection:
     # --- receiving --------------------------------------------------------------------------------------------------
     def _on_event(self, events: int) -> None:
         if events & WRITABLE and self._blocked:
-            self._blocked = False
-            self.request_send()
+            self._send_on()
         if events & (READABLE | BROKEN) and not self.is_closed:
             if self._lingering:
                 self._discard()
@@ -246,6 +245,14 @@ class Connection:
             self._blocked = True
             self._watch()
 
+    def end_with_data(self, call: Call) -> None:
+        """`call` ends with the DATA frame that is queued next."""
+        assert call is self.call, "a call that is not in progress has ended"
+        self.session.send_final_data()
+        self.call = None
+        if self._held_bytes:
+            self._let_go()
+
     def send_rest(self, head: bytes, payload: memoryview, *, sent_bytes: int, on_sent: OnSent) -> None:
         """Queues what the socket did not take of a frame that was sent past the queue."""
         writer = self.channel.writer
@@ -274,6 +281,22 @@ class Connection:
         if more:
             self._plane.want_send(self)
 
+    def _send_on(self) -> None:
+        """The socket takes some more: no turn for that, only for what is still to be queued when it took all."""
+        channel = self.channel
+        try:
+            self._blocked = not channel.on_writable()
+            call = self.call
+            if call is not None and channel.writer.pending_bytes < FRAME_AIM_BYTES and call.has_output():
+                if self._blocked:
+                    call.pump()  # to have it at hand when the socket takes more
+                else:
+                    self.request_send()
+            elif not self._blocked:
+                self._went_out()
+        except Exception as error:  # noqa: BLE001 -- the root of everything that a peer causes
+            self.broke(error)
+
     def send_turn(self) -> bool:
         """Sends about one frame of payload; True when another turn is wanted."""
         if self.is_closed:
@@ -291,10 +314,14 @@ class Connection:
         if call is not None and channel.writer.pending_bytes < FRAME_AIM_BYTES and call.has_output():
             call.pump()
         self._blocked = not channel.on_writable()
+        self._went_out()
+
+    def _went_out(self) -> None:
+        """The socket was given what is queued, or as much as it takes."""
         if self._blocked is not self._waits_writable:
             self._watch()
         if self._lingering and not self._blocked:
-            channel.end_output()  # what we leave unread must not reset the connection before they are read
+            self.channel.end_output()  # what we leave unread must not reset the connection before they are read
 
     def _has_output(self) -> bool:
         call = self.call

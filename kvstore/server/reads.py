@@ -8,7 +8,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvstore.engine.api import CachedItem, Engine, ReadHandle, ReadSpec, ReadyItem
+from kvstore.engine.api import CachedItem, Engine, Parcel, ParcelSource, ReadHandle, ReadSpec, ReadyItem
 from kvstore.limits import (
     DIGEST_BYTES,
     FRAME_AIM_BYTES,
@@ -27,7 +27,7 @@ from kvstore.wire.ranges import decode_ranges
 from kvstore.wire.slices import FLAG_FINAL, Slice, encode_slices
 
 if TYPE_CHECKING:
-    from kvstore.server.connection import Connection
+    from kvstore.server.connection import Connection, OnSent
 
 _ABSENT = bytes([MissReason.ABSENT])
 _new_slice = tuple.__new__  # a third of what the constructor of a named tuple costs
@@ -35,12 +35,23 @@ _OPEN = int(MissReason.DEADLINE)  # what an item counts as that was neither sent
 
 
 class ReadCall(Call):
-    """One GET. The engine delivers verified pieces, within its window; a frame of them goes out each turn.
+    """One GET. The engine delivers verified pieces and parcels, within its window; a frame of them goes out each turn.
 
-    A piece is held until the socket has taken it, then released, which lets the engine go on.
+    They are held until the socket has taken them, then released, which lets the engine go on.
     """
 
-    __slots__ = ("_cut_at", "_finished", "_handle", "_metrics", "_pieces", "_starting", "_statuses")
+    __slots__ = (
+        "_cut_at",
+        "_finished",
+        "_handle",
+        "_is_whole",
+        "_metrics",
+        "_parcels",
+        "_pieces",
+        "_sent_parcels",
+        "_starting",
+        "_statuses",
+    )
 
     def __init__(
         self, connection: Connection, count: int, metrics: DataplaneMetrics, *, now_ns: int, deadline_ns: int
@@ -59,9 +70,13 @@ class ReadCall(Call):
         self._cut_at = 0  # bytes of the first piece that went out in earlier frames
         self._finished = False
         self._handle: ReadHandle | None = None
+        self._parcels: ParcelSource | None = None  # while some have landed
+        self._sent_parcels: list[Parcel] = []  # only what they were of is looked at
+        self._is_whole = False  # no ranges, any copy: the last frame may end the call
 
     def start(self, engine: Engine, spec: ReadSpec, now_ns: int) -> bool:
         """Begins; True when the engine has delivered everything already. What it has is sent at once, a frame of it."""
+        self._is_whole = spec.ranges is None and spec.content_ids is None and self.connection.ends_with_data
         self._handle = engine.read(spec, self, now_ns=now_ns)
         self._starting = False
         is_delivered = self._finished
@@ -79,9 +94,16 @@ class ReadCall(Call):
         if not self._starting and not self.connection.in_turn:
             self.connection.request_send()
 
+    def landed(self, source: ParcelSource) -> None:
+        """Records to take, right before they are sent."""
+        self._parcels = source
+        if not self.connection.in_turn:
+            self.connection.request_send()
+
     def missed(self, index: int, reason: MissReason) -> None:
         """An item that will not come; END says so."""
         self._statuses[index] = reason
+        self._is_whole = False
 
     def finished(self) -> None:
         """Nothing more comes."""
@@ -91,12 +113,14 @@ class ReadCall(Call):
 
     # --- Call -------------------------------------------------------------------------------------------------------
     def has_output(self) -> bool:
-        return bool(self._pieces) or (self._finished and not self.over)
+        return self._parcels is not None or bool(self._pieces) or (self._finished and not self.over)
 
     def pump(self) -> None:
-        if self._pieces:
+        if self._parcels is not None:
+            self._send_parcel(self._parcels)
+        elif self._pieces:
             self._send_frame()
-        if self._finished and not self._pieces:
+        if self._finished and not self._pieces and not self.over:
             self._end()
 
     def cancel(self) -> None:
@@ -111,6 +135,7 @@ class ReadCall(Call):
             connection.close()
 
     def release(self) -> None:
+        self._parcels = None
         if self._handle is not None and not self._finished:
             self._handle.cancel()
         pieces, self._pieces = self._pieces, deque()
@@ -120,6 +145,15 @@ class ReadCall(Call):
             self._cut_at = 0
         for item in pieces:
             item.release()
+
+    def _send_parcel(self, parcels: ParcelSource) -> None:
+        """Sends the next parcel: it is checked now, when the socket takes it."""
+        parcel = parcels.take()
+        if parcel is None:
+            self._parcels = None
+            return
+        self._sent_parcels.append(parcel)
+        self._push(parcel.body, parcel.count, parcel.payload, parcel.payload_bytes, parcel.release)
 
     def _send_frame(self) -> None:
         """Packs pieces into one DATA frame: many small ones together, a large one cut at checksum blocks."""
@@ -174,16 +208,25 @@ class ReadCall(Call):
         self._queue(slices, payload, total, sent)
 
     def _queue(self, slices: list[Slice], payload: list[memoryview], total: int, sent: list[ReadyItem]) -> None:
+        self._push(encode_slices(slices), len(slices), payload, total, partial(_release, sent))
+
+    def _push(self, body: bytes, count: int, payload: list[memoryview], total: int, on_sent: OnSent) -> None:
+        """Queues a frame; the last one of a call without a miss ends it."""
         connection = self.connection
-        connection.session.send(FrameType.DATA)
-        connection.channel.deliver(
-            slices,
-            payload,
-            self.request_id,
-            payload_bytes=total,
-            epoch=connection.epoch,
-            on_sent=partial(_release, sent),
+        is_final = self._finished and self._is_whole and not self._pieces
+        if is_final:
+            count |= FLAG_FINAL
+            self.over = True
+            metrics = self._metrics
+            metrics.get_ns.observe(connection.clock() - self.started_ns)
+            metrics.loaded_records += len(self._statuses)
+            connection.end_with_data(self)
+        else:
+            connection.session.send(FrameType.DATA)
+        head = encode_head(
+            FrameType.DATA, self.request_id, body, payload_bytes=total, epoch=connection.epoch, flags=count
         )
+        connection.channel.writer.push(head, payload, payload_bytes=total, on_sent=on_sent)
         self._metrics.sent_bytes[connection.flow] += total
 
     def _cut(self, item: ReadyItem) -> tuple[list[Slice], list[memoryview], int]:
@@ -211,6 +254,9 @@ class ReadCall(Call):
     def _end(self) -> None:
         metrics = self._metrics
         metrics.get_ns.observe(self.connection.clock() - self.started_ns)
+        for parcel in self._sent_parcels:
+            for index in parcel.indices:
+                self._statuses[index] = 0
         statuses = bytes(self._statuses)
         loaded = statuses.count(0)
         metrics.loaded_records += loaded

@@ -15,6 +15,8 @@ from kvstore.engine.api import (
     Engine,
     MatchOutcome,
     NamespaceRef,
+    Parcel,
+    ParcelSource,
     PutSpec,
     PutTicket,
     ReadSpec,
@@ -24,6 +26,7 @@ from kvstore.limits import DIGEST_BYTES, MS_NS, SECOND_NS
 from kvstore.types.checksum import crc_table
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import Exists, MissReason, Refused, Stored
+from kvstore.wire.slices import Slice, decode_slices
 
 BLOCK_BYTES = 4096
 _TURN_NS = MS_NS // 100
@@ -53,7 +56,8 @@ class Collector:
         self.done = False
         self.cancelled = False
         self.hold = hold
-        self.held: list[ReadyItem] = []
+        self.held: list[ReadyItem | Parcel] = []
+        self._in_take = self._finished_in_take = False
 
     def ready(self, item: ReadyItem) -> None:
         """Check the piece against its checksums and keep a copy."""
@@ -74,6 +78,41 @@ class Collector:
         else:
             item.release()
 
+    def landed(self, source: ParcelSource) -> None:
+        """Take a parcel apart: what it says of its records is what `ready` would have been told."""
+        while (parcel := self._take(source)) is not None:
+            at = 0
+            payload = memoryview(b"".join(parcel.payload))
+            slices = decode_slices(parcel.body, count=parcel.count, payload_bytes=parcel.payload_bytes)
+            assert [one.item for one in slices] == list(parcel.indices)
+            for one in slices:
+                self._keep(one, payload[at : at + one.length_bytes])
+                at += one.length_bytes
+            if self.hold:
+                self.held.append(parcel)
+            else:
+                parcel.release()
+            if self._finished_in_take:
+                self.finished()
+
+    def _take(self, source: ParcelSource) -> Parcel | None:
+        self._in_take = True
+        parcel = source.take()
+        self._in_take = False
+        if parcel is None and self._finished_in_take:
+            self.finished()
+        return parcel
+
+    def _keep(self, one: Slice, data: memoryview) -> None:
+        assert self.answers[one.item] is None, "a parcel with a record that has ended"
+        assert one.last
+        assert one.length_bytes == one.record_bytes
+        assert crc_table(data, one.block_bytes) == one.crcs, "unverified bytes were delivered"
+        self.content_ids[one.item] = one.content_id
+        self.record_bytes[one.item] = one.record_bytes
+        self.answers[one.item] = bytes(data)
+        self.pieces[one.item].append((0, bytes(data)))
+
     def missed(self, index: int, reason: MissReason) -> None:
         """Note the miss."""
         assert not self.done, "missed after finished"
@@ -83,10 +122,19 @@ class Collector:
 
     def finished(self) -> None:
         """Every record must have had its answer."""
+        if self._in_take:
+            self._finished_in_take = True
+            return
+        self._finished_in_take = False
         assert not self.done, "finished twice"
         assert not self.cancelled, "finished after cancel"
         assert None not in self.answers, "finished with open records"
         self.done = True
+
+    @property
+    def held_bytes(self) -> int:
+        """Payload in what was kept back."""
+        return sum(len(one.data) if hasattr(one, "data") else one.payload_bytes for one in self.held)
 
     def let_go(self) -> None:
         """Release what was kept back, and keep nothing from now on."""

@@ -90,7 +90,10 @@ class TcpChannel:
                 if error.errno in _RETRY:
                     return False
                 raise self._broken(error) from None
+            pending = writer.pending_bytes
             writer.advance(count)
+            if count < pending and len(buffers) < IO_VECTORS_MAX:
+                return False  # it took a part, so it is full
         return not writer.pending_bytes
 
     def send_at_once(

@@ -79,6 +79,11 @@ def encode_slices(slices: Sequence[Slice]) -> bytes:
     return b"".join(pieces)
 
 
+def encode_fields(fields: Sequence[int | bytes], tables: Sequence[bytes]) -> bytes:
+    """The same, made of the fields of all descriptors one after the other, and the CRC table of each."""
+    return _many(len(tables)).pack(*fields) + b"".join(tables)
+
+
 def decode_slices(body: bytes | bytearray | memoryview, *, count: int, payload_bytes: int) -> list[Slice]:
     """The slices of a frame, checked: their lengths sum to the payload, their CRC words fill the rest of the body.
 

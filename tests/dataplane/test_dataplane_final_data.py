@@ -95,13 +95,18 @@ def test_whoever_has_not_named_the_feature_gets_end(lab: PlaneLab) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[1000] * 961, [MiB, MiB, 1], [700_000] * 3, [MiB + 1]])
-def test_what_does_not_fit_one_frame_ends_with_end(lab: PlaneLab, sizes: list[int]) -> None:
+def test_what_does_not_fit_one_frame_ends_with_the_last_of_several(lab: PlaneLab, sizes: list[int]) -> None:
     client, keys, values = stored(lab, sizes)
-    assert client.get(NS, keys) == (bytes(len(keys)), dict(enumerate(values)))
+    loaded = lab.metrics.loaded_records
     client.start_get(NS, keys)
-    while (frame := client.receive()).type is FrameType.DATA:
-        assert not frame.is_final
-    assert frame.type is FrameType.END
+    frames = [client.receive()]
+    while not frames[-1].is_final:
+        frames.append(client.receive())
+    assert {frame.type for frame in frames} == {FrameType.DATA}
+    assert len(frames) > 1
+    assert [bytes(client.data[item]) for item in range(len(keys))] == values
+    assert lab.metrics.loaded_records == loaded + len(keys)
+    assert client.get(NS, keys) == (bytes(len(keys)), dict(enumerate(values))), "the connection goes on"
 
 
 def test_misses_ranges_and_pinned_copies_end_with_end(lab: PlaneLab) -> None:

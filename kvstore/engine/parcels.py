@@ -1,0 +1,325 @@
+"""Parcels: whole records that go the way from the drive to one client together.
+
+They are read into one stretch of memory with one submission, checked in one loop, and sent in one frame: most of what
+a record costs in Python is a call or an object for each step, and here one of each serves up to 2 MiB. A parcel is
+checked when it is taken, right before it is sent, so that the send finds its bytes in the CPU's cache, and the drive
+works meanwhile. Whatever is not usual goes the general way (`loads`): a record that somebody else wants too, an
+error of the drive, bytes that are not right. Nothing is kept in the cache on this way: it is taken without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvstore.device.base import IoKind, IoOp
+from kvstore.engine.arena import Piece
+from kvstore.engine.cache import Cache
+from kvstore.engine.catalog import Catalog
+from kvstore.engine.job import IoQueue
+from kvstore.engine.loads import Flight, Loader
+from kvstore.engine.location import DEPTH_BITS, PAGE_BITS, PAGES_BITS
+from kvstore.engine.request import Request
+from kvstore.engine.segment import SegmentTable
+from kvstore.engine.verify import Fault, pack_records
+from kvstore.limits import (
+    DIGEST_BYTES,
+    PAGE_BYTES,
+    PARCEL_BYTES_MAX,
+    READ_COALESCE_BYTES,
+    READ_WINDOW_BYTES,
+    SLICE_BYTES_MAX,
+    SLICES_PER_FRAME_MAX,
+)
+from kvstore.telemetry.metrics import EngineMetrics
+from kvstore.wire.slices import encode_fields
+
+_PLACE_SHIFT: Final = PAGES_BITS + DEPTH_BITS
+_SEGMENT_SHIFT: Final = PAGE_BITS + _PLACE_SHIFT
+_PAGES_MASK: Final = (1 << PAGES_BITS) - 1
+_PAGE_MASK: Final = (1 << PAGE_BITS) - 1
+_READ: Final = IoKind.READ
+_RECORD_PAGES_MAX: Final = SLICE_BYTES_MAX // PAGE_BYTES + 1
+"""With at least one page of header, no such record is longer than one slice."""
+_RUN_PAGES_MAX: Final = READ_COALESCE_BYTES // PAGE_BYTES
+_PAYLOAD_PAGES_MAX: Final = PARCEL_BYTES_MAX // PAGE_BYTES
+
+
+class _Run:
+    """Neighbours that are read with one operation: wants from `first` on, at byte `at` of the parcel's memory."""
+
+    __slots__ = ("at", "error", "first", "offset", "segment")
+
+    def __init__(self, first: int, at: int, offset: int, segment: int) -> None:
+        self.first = first
+        self.at = at
+        self.offset = offset
+        self.segment = segment
+        self.error: OSError | None = None
+
+
+class Parcel:
+    """See `api.Parcel`, and `loads.Bundle` while it is on its way.
+
+    Attributes:
+        request: whom it is for.
+        wants: (location, the request's index) of its records, in the order of their places in memory.
+        runs: what was read with one operation each.
+        left: operations that have not completed.
+        flights: its records one by one, once it goes the general way.
+        generations: of the segments it was read from, by number, as they were when it landed.
+    """
+
+    __slots__ = (
+        "_parcels",
+        "body",
+        "count",
+        "flights",
+        "generations",
+        "is_failed",
+        "left",
+        "length_bytes",
+        "payload",
+        "payload_bytes",
+        "piece",
+        "request",
+        "runs",
+        "version",
+        "wants",
+    )
+
+    def __init__(
+        self, parcels: Parcels, request: Request, wants: Sequence[tuple[int, int]], piece: Piece, version: int
+    ) -> None:
+        self._parcels = parcels
+        self.request = request
+        self.wants = wants
+        self.runs: list[_Run] = []
+        self.piece = piece
+        self.length_bytes = len(piece.view)
+        self.version = version
+        self.left = 0
+        self.is_failed = False
+        self.flights: list[Flight] = []
+        self.generations: dict[int, int] = {}
+        self.body = b""
+        self.count = 0
+        self.payload: list[memoryview] = []
+        self.payload_bytes = 0
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """See `api.Parcel`."""
+        return [index for _, index in self.wants]
+
+    def done(self, op: IoOp) -> None:
+        """One of its operations has completed."""
+        if op.error is not None or op.done_bytes < op.length_bytes:
+            self._erred(op)
+        self.left -= 1
+        if not self.left:
+            self._parcels.landed(self)
+
+    def _erred(self, op: IoOp) -> None:
+        if op.error is None:
+            # Behind the allocated end of the drive: what stands in memory there is somebody else's old bytes.
+            op.buffers[0][op.done_bytes :] = bytes(op.length_bytes - op.done_bytes)
+            return
+        self.is_failed = True
+        for run in self.runs:
+            if run.offset == op.offset:
+                run.error = op.error
+
+    def unpack(self) -> None:
+        """See `loads.Bundle`."""
+        self._parcels.unpack(self)
+
+    def release(self) -> None:
+        """See `api.Parcel`."""
+        self.piece.release()
+        request = self.request
+        request.staged_bytes -= self.length_bytes
+        if request.reader.hungry:
+            request.reader.memory_came_back(request)
+
+
+class Parcels:
+    """Starts parcels, and checks those that have landed."""
+
+    def __init__(
+        self,
+        *,
+        queue: IoQueue,
+        table: SegmentTable,
+        catalog: Catalog,
+        cache: Cache,
+        loader: Loader,
+        metrics: EngineMetrics,
+    ) -> None:
+        self._queue = queue
+        self._table = table
+        self._catalog = catalog
+        self._cache = cache
+        self._loader = loader
+        self._metrics = metrics
+
+    @property
+    def usable(self) -> bool:
+        """Whether records are read this way at all: not when they are to stay in memory."""
+        return not self._cache.capacity_bytes
+
+    # --- starting ----------------------------------------------------------------------------------------------------
+    def start(self, request: Request) -> bool | None:
+        """Read the next records of a request. False when its window is full or there is no memory (`blocked`).
+
+        None: the next one is on its way already, or too long, and has to go the general way.
+        """
+        wants, at = request.wants, request.next_want
+        starts, end, pages = self._choose(wants, at)
+        if end == at:
+            return None
+        length = pages * PAGE_BYTES
+        if request.staged_bytes + length > READ_WINDOW_BYTES and request.staged_bytes > length:
+            return False
+        piece = self._cache.allocate(length)
+        if piece is None:
+            request.blocked = True
+            return False
+        request.next_want = end
+        request.staged_bytes += length
+        parcel = Parcel(self, request, wants[at:end], piece, self._catalog.version)
+        self._loader.flights.update(dict.fromkeys([location for location, _ in parcel.wants], parcel))
+        self._submit(parcel, starts, length)
+        return True
+
+    def _choose(self, wants: Sequence[tuple[int, int]], at: int) -> tuple[list[tuple[int, int]], int, int]:
+        """The records of the next parcel, from number `at` on: where its runs begin, its end, its pages.
+
+        A run begins at (number among the parcel's records, byte in its memory).
+        """
+        flights = self._loader.flights
+        starts: list[tuple[int, int]] = []
+        room, pages, run_pages, next_place, end = _PAYLOAD_PAGES_MAX, 0, 0, -1, at
+        for location, _ in wants[at : at + SLICES_PER_FRAME_MAX]:
+            more = location >> DEPTH_BITS & _PAGES_MASK
+            room -= more - 1
+            if location in flights or more > _RECORD_PAGES_MAX or (room < 0 and pages):
+                break
+            place = location >> _PLACE_SHIFT
+            run_pages += more
+            if place != next_place or run_pages > _RUN_PAGES_MAX:
+                starts.append((end - at, pages * PAGE_BYTES))
+                run_pages = more
+            next_place = place + more
+            pages += more
+            end += 1
+        return starts, end, pages
+
+    def _submit(self, parcel: Parcel, starts: Sequence[tuple[int, int]], length: int) -> None:
+        table, wants, view, runs, done = self._table, parcel.wants, parcel.piece.view, parcel.runs, parcel.done
+        submit, flow = self._queue.submit, parcel.request.spec.flow
+        parcel.left = count = len(starts)
+        for number, (first, at) in enumerate(starts, 1):
+            place = wants[first][0] >> _PLACE_SHIFT
+            segment = place >> PAGE_BITS
+            table.hold(segment)
+            offset = table.offset(segment, place & _PAGE_MASK)
+            runs.append(_Run(first, at, offset, segment))
+            until = length if number == count else starts[number][1]
+            submit(IoOp(_READ, offset, (view[at:until],), flow=flow, owner=done))
+        self._loader.operations += count
+        self._loader.started += count
+        self._metrics.read_ios += count
+
+    # --- landing -----------------------------------------------------------------------------------------------------
+    def landed(self, parcel: Parcel) -> None:
+        """All of it has been read, or has failed to be."""
+        if parcel.flights or parcel.is_failed:
+            self._hand_over(parcel)
+            return
+        loader, table, request = self._loader, self._table, parcel.request
+        loader.operations -= len(parcel.runs)
+        flights, generations, generation = loader.flights, parcel.generations, table.generation
+        for location, _ in parcel.wants:
+            del flights[location]
+        for run in parcel.runs:
+            # from here on the segment may be evicted: these are the bytes of the one that it was
+            segment = run.segment
+            if segment not in generations:
+                generations[segment] = int(generation[segment])
+            table.release(segment)
+        if request.closed:
+            parcel.release()
+        else:
+            request.parcel_landed(parcel)
+
+    def unpack(self, parcel: Parcel) -> None:
+        """Let others join its records, each as a flight: from here on it goes the general way."""
+        request, flights = parcel.request, self._loader.flights
+        keys, ref = request.keys, request.spec.namespace
+        starts = {run.first for run in parcel.runs}
+        at = 0
+        for number, (location, index) in enumerate(parcel.wants):
+            if number in starts:
+                at = 0
+            length = (location >> DEPTH_BITS & _PAGES_MASK) * PAGE_BYTES
+            key = keys[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+            flight = Flight(
+                location, ref, key, location, parcel.version, [(request, index)], at=at, length_bytes=length
+            )
+            flights[location] = flight
+            parcel.flights.append(flight)
+            at += length
+
+    def _hand_over(self, parcel: Parcel) -> None:
+        """Its runs end as if each had been a load of its own."""
+        if not parcel.flights:
+            self.unpack(parcel)
+        runs = parcel.runs
+        ends = [*(run.at for run in runs[1:]), parcel.length_bytes]
+        pieces = parcel.piece.split([end - run.at for run, end in zip(runs, ends, strict=True)])
+        lasts = [*(run.first for run in runs[1:]), len(parcel.flights)]
+        for run, last, piece in zip(runs, lasts, pieces, strict=True):
+            self._loader.take_over(
+                parcel.flights[run.first : last], piece, run.segment, starter=parcel.request, error=run.error
+            )
+
+    # --- checking ----------------------------------------------------------------------------------------------------
+    def open(self, parcel: Parcel) -> bool:
+        """Check what has landed, and pack it for the wire; False when nothing of it is right.
+
+        What is not right is read once more, the general way, where it lies then.
+        """
+        request = parcel.request
+        fields, tables, payload, faults = pack_records(
+            parcel.piece.view, parcel.wants, request.keys, request.spec.namespace, parcel.generations
+        )
+        if faults:
+            self._part_with(parcel, faults)
+        parcel.count = count = len(tables)
+        self._metrics.read_records += count
+        if self._loader.has_suspects:
+            for location, _ in parcel.wants:
+                self._loader.trust(location)
+        if not count:
+            parcel.release()
+            return False
+        parcel.body = encode_fields(fields, tables)
+        parcel.payload = payload
+        parcel.payload_bytes = sum(map(len, payload))
+        request.packed(parcel.wants)
+        return True
+
+    def _part_with(self, parcel: Parcel, faults: Sequence[tuple[int, Fault]]) -> None:
+        """Take the wants at these places out of a parcel: they have another end."""
+        request, wants = parcel.request, parcel.wants
+        bad = {at for at, _ in faults}
+        parcel.wants = [one for at, one in enumerate(wants) if at not in bad]
+        for at, fault in faults:
+            location, index = wants[at]
+            if fault is Fault.OTHER:
+                self._metrics.key_collisions += 1
+                request.absent(index)
+            else:
+                self._metrics.checksum_errors_read += 1
+                request.read_again(location, index)
