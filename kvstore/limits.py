@@ -170,6 +170,7 @@ ABSENT_GRACE_NS: Final = 10 * SECOND_NS  # for nodes to register anew with a sto
 LEASE_TTL_NS_DEFAULT: Final = 10 * SECOND_NS
 LEASE_TTL_NS_MIN: Final = 1 * SECOND_NS  # etcd counts whole seconds
 LEASE_TTL_NS_MAX: Final = 600 * SECOND_NS
+REJOIN_NS_MIN: Final = 30 * SECOND_NS  # between two times that a node comes back after it was fenced
 STORE_CALL_NS: Final = 5 * SECOND_NS  # one call of the cluster store over all its members
 STORE_ATTEMPT_NS: Final = 1 * SECOND_NS  # one member of it, before the next is asked
 STORE_PAUSE_NS: Final = 50 * MS_NS  # between two attempts

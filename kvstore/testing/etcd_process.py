@@ -131,7 +131,7 @@ class EtcdProcess:
         """kill -9, and wait for its end."""
         process = self._processes[member]
         if process is not None:
-            process.kill()
+            process.kill()  # also ends a frozen one
             process.wait()
             self._processes[member] = None
             self._is_frozen[member] = False
@@ -150,6 +150,10 @@ class EtcdProcess:
         """SIGCONT."""
         self._send(member, signal.SIGCONT)
         self._is_frozen[member] = False
+
+    def is_frozen(self, member: int) -> bool:
+        """Whether `freeze` was the last word."""
+        return self._is_frozen[member]
 
     def restart_all(self) -> None:
         """Start those that do not run, and wait for all."""

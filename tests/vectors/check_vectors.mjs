@@ -1,4 +1,4 @@
-// Checks keys.json, layout.json and namespace.json with code that shares nothing with the Python: `node check_vectors.mjs`.
+// Checks keys.json, layout.json, namespace.json and placement.json with code that shares nothing with the Python: `node check_vectors.mjs`.
 import { readFileSync } from "node:fs";
 
 const IV = [0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19];
@@ -133,5 +133,51 @@ for (const { name, fields, layout, salt, manifest, digest } of load("namespace")
   ]);
   same(`namespace ${name}: manifest`, found, manifest);
   same(`namespace ${name}: digest`, blake3(found), digest);
+}
+
+const MASK = (1n << 64n) - 1n;
+const mix64 = (word) => {
+  word ^= word >> 30n;
+  word = (word * 0xbf58476d1ce4e5b9n) & MASK;
+  word ^= word >> 27n;
+  word = (word * 0x94d049bb133111ebn) & MASK;
+  return word ^ (word >> 31n);
+};
+const seedOf = (id) => blake3(utf8("kvstore.target.v1"), utf8(id)).readBigUInt64LE(0);
+const domainOf = (target) => target.label || target.node_id || target.id;
+
+function rank(targets, weightOf, head, count) {
+  const word = hex(head).readBigUInt64LE(0);
+  const costs = targets
+    .filter((target) => weightOf(target) > 0)
+    .map((target) => {
+      const drawn = (Number(mix64(word ^ seedOf(target.id)) >> 11n) + 0.5) / 2 ** 53;
+      return { id: target.id, domain: domainOf(target), cost: -Math.log(drawn) / weightOf(target) };
+    })
+    .sort((a, b) => a.cost - b.cost);
+  const chosen = [];
+  for (let left = costs.length; left > 0 && chosen.length < count; left--) {
+    const free = costs.filter((one) => !chosen.includes(one));
+    const apart = free.filter((one) => !chosen.some((other) => other.domain === one.domain));
+    chosen.push((apart.length ? apart : free)[0]);
+  }
+  return chosen.map((one) => one.id);
+}
+
+const placement = load("placement");
+for (const [id, seed] of Object.entries(placement.seeds)) {
+  same(`seed of ${id}`, seedOf(id).toString(16).padStart(16, "0"), seed);
+}
+for (const { name, view, count, runs } of placement.cases) {
+  const reads = (target) => ["joining", "serving", "draining"].includes(target.state);
+  const placed = (target) => (["joining", "serving"].includes(target.state) ? target.weight : 0);
+  for (const { head, places, lookup } of runs) {
+    const now = rank(view.targets, placed, head, count);
+    same(`placement, ${name}: ${head}`, now.join(), places.join());
+    const before = view.previous.flatMap(({ weights }) =>
+      rank(view.targets.filter(reads), (target) => weights[target.id] ?? target.weight, head, count),
+    );
+    same(`lookup, ${name}: ${head}`, [...new Set([...now, ...before])].join(), lookup.join());
+  }
 }
 console.log(`${checked} values agree`);

@@ -1,0 +1,376 @@
+"""A node's place in a cluster: registers its targets, keeps the lease, follows the view, and does to it what is due.
+
+What is due is decided by `kvstore.cluster.settling`; here is when, and against which store. Everything runs on one
+event loop. Nothing here waits for the store longer than its calls take, and nothing that the node serves waits for
+this: without the store the last view stays, and when the lease's time is over by our own clock the node is fenced,
+which is before anybody else may take its targets for dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Final
+
+from kvstore.cluster import transitions
+from kvstore.cluster.catalog import VIEW_NAME, registrations_of, target_name, target_of, view_of
+from kvstore.cluster.registration import Registration, encode_registration
+from kvstore.cluster.settling import Attendance, Overdue, Periods, settle
+from kvstore.cluster.store import ABSENT, NO_LEASE, Change, ClusterStore, Entry, Image, Lease
+from kvstore.cluster.view import TargetId, TargetState, View, encode_view
+from kvstore.errors import Closed, KVStoreError, LeaseExpired, StaleView
+from kvstore.limits import LEASE_TTL_NS_DEFAULT, REJOIN_NS_MIN, SECOND_NS, STORE_RETRY_NS_MAX, STORE_RETRY_NS_MIN
+
+log = logging.getLogger(__name__)
+
+_RENEWALS_PER_TTL: Final = 3
+
+
+class Membership:
+    """See the module. `run` is its one task; `close` ends it and gives the lease back.
+
+    Args:
+        store: Owned from now on.
+        cluster: Name of the cluster.
+        known: The newest view that this node has ever seen, from its last life; None at its first start.
+        on_change: Called when `view` or `fenced` changes.
+        clock: Monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        store: ClusterStore,
+        *,
+        cluster: str,
+        known: View | None = None,
+        on_change: Callable[[], None] = lambda: None,
+        ttl_ns: int = LEASE_TTL_NS_DEFAULT,
+        periods: Periods | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._store = store
+        self._cluster = cluster
+        self._view = known if known is not None and known.cluster == cluster else None
+        self._on_change = on_change
+        self._ttl_ns = ttl_ns
+        self._periods = periods or Periods()
+        self._clock = clock
+        self._attendance = Attendance(periods=self._periods)
+        self._wanted: dict[TargetId, Registration] = {}
+        self._session = secrets.token_hex(8)
+        self._lease: Lease | None = None
+        self._held_until_ns = clock()
+        self._registered: set[TargetId] = set()  # in this session
+        self._taken_over: set[TargetId] = set()
+        self._entries: dict[str, Entry] = {}
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._rejoin_ns = clock()  # two nodes with one address fence each other: not more often than now and then
+        self._fence_timer: asyncio.TimerHandle | None = None
+        self._was_fenced = True
+        self._failure = "not asked yet"
+
+    @property
+    def view(self) -> View | None:
+        """The newest view; None before the first."""
+        return self._view
+
+    @property
+    def fenced(self) -> bool:
+        """Whether this node must refuse puts, deletes and changes of policy: nobody vouches for it. Gets go on."""
+        return self._clock() >= self._held_until_ns or not self._is_vouched_for()
+
+    @property
+    def failure(self) -> str:
+        """Why the store cannot be asked, in words; "" when it can."""
+        return self._failure
+
+    def register(self, targets: Sequence[Registration]) -> None:
+        """These are the targets of this node from now on; their `session` is chosen here. Returns at once."""
+        wanted = {target.id: target for target in targets}
+        if wanted != self._wanted:
+            self._taken_over &= {name for name in wanted if wanted[name] == self._wanted.get(name)}
+            self._wanted = wanted
+            self._wake.set()
+
+    def drain(self) -> None:
+        """The targets of this node are to take no new keys, and to leave the view for good when this is closed."""
+        self.register([replace(target, wants_drain=True) for target in self._wanted.values()])
+
+    async def run(self) -> None:
+        """Until `close`, or cancelled."""
+        try:
+            async with asyncio.TaskGroup() as both:
+                self._tasks = [both.create_task(self._follow()), both.create_task(self._keep_lease())]
+        finally:
+            if self._fence_timer is not None:
+                self._fence_timer.cancel()
+
+    async def close(self) -> None:
+        """Gives the lease back, says in the view that the targets are gone, closes the store. A drained one leaves."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._registered.clear()
+        try:
+            if self._lease is not None:
+                await self._store.revoke(self._lease.id)
+                await self._say_goodbye()
+        except KVStoreError as error:
+            log.warning("the cluster learns of our end when the lease runs out: %s", error)
+        self._lease = None
+        await self._store.close()
+        self._tell()
+
+    async def _follow(self) -> None:
+        """Load, register, watch; and again after each failure."""
+        pause_ns = STORE_RETRY_NS_MIN
+        while True:
+            self._wake.clear()
+            try:
+                image = await self._store.load()
+                self._failure = ""
+                await self._attend(image)
+                pause_ns = STORE_RETRY_NS_MIN
+                await self._watch(image)
+            except Closed:
+                return
+            except KVStoreError as error:
+                if not isinstance(error, StaleView | LeaseExpired):
+                    self._failure = str(error)
+                log.log(logging.DEBUG if pause_ns > STORE_RETRY_NS_MIN else logging.WARNING, "cluster store: %s", error)
+            await asyncio.sleep(pause_ns * random.uniform(0.5, 1) / SECOND_NS)
+            pause_ns = min(2 * pause_ns, STORE_RETRY_NS_MAX)
+
+    async def _watch(self, image: Image) -> None:
+        """Follows the changes after `image`. Raises when it must be loaded again."""
+        async with aclosing(self._store.watch(image)) as changes:  # type: ignore[type-var]
+            following = asyncio.ensure_future(anext(changes))
+            try:
+                while True:
+                    await self._something_due(following)
+                    if following.done():
+                        self._apply(following.result())
+                        following = asyncio.ensure_future(anext(changes))
+                    await self._do_what_is_due()
+            finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+
+    async def _something_due(self, following: asyncio.Future[tuple[Change, ...]]) -> None:
+        """Until there are changes, somebody wakes us, or time has passed."""
+        due_ns = self._attendance.next_due_ns(self._view, self._clock()) if self._view is not None else None
+        if self._fenced_targets():
+            due_ns = min(self._rejoin_ns, due_ns or self._rejoin_ns)
+        timeout_s = None if due_ns is None else max(0, due_ns - self._clock()) / SECOND_NS
+        woken = asyncio.ensure_future(self._wake.wait())
+        try:
+            await asyncio.wait((following, woken), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            woken.cancel()
+
+    async def _attend(self, image: Image) -> None:
+        """Take everything as it is in the store, and be in it."""
+        self._entries = dict(image.entries)
+        self._notice_take_over()
+        await self._found_or_outlive()
+        self._observe()
+        await self._do_what_is_due()
+
+    async def _found_or_outlive(self) -> None:
+        """Make sure that there is a view, and that its epoch is above none that we have seen."""
+        stored = view_of(self._entries)
+        known = self._view
+        if stored is None:
+            view = transitions.outlive(known, known.epoch) if known is not None else transitions.found(self._cluster)
+            log.info("the cluster store holds no view: cluster %s begins with epoch %d", self._cluster, view.epoch)
+            await self._put_view(replace(view, cluster=self._cluster))
+        elif known is not None and stored.epoch < known.epoch:
+            log.warning("the cluster store has epoch %d, older than %d which was seen", stored.epoch, known.epoch)
+            await self._put_view(transitions.outlive(stored, known.epoch))
+        else:
+            self._show(stored)
+
+    async def _do_what_is_due(self) -> None:
+        self._wake.clear()
+        await self._register_wanted()
+        view = self._view
+        assert view is not None, "loaded before anything is done"
+        overdue = self._attendance.overdue(view, self._clock())
+        settled = settle(view, registrations_of(self._entries), overdue, self._periods)
+        if settled != view:
+            try:
+                await self._put_view(settled)
+            except StaleView:
+                pass  # somebody was faster; the watch brings what they did
+        self._observe()
+        self._tell()
+
+    async def _register_wanted(self) -> None:
+        """Write what is not in the store as we want it, under our lease; in a new session after one that was fenced."""
+        fenced = self._fenced_targets()
+        if fenced and self._clock() >= self._rejoin_ns:
+            log.warning("targets %s were fenced; they register anew", ", ".join(fenced))
+            self._session = secrets.token_hex(8)
+            self._rejoin_ns = self._clock() + REJOIN_NS_MIN
+        wanted = {target_name(name): one for name, one in self._wanted.items() if name not in self._taken_over}
+        for name, registration in wanted.items():
+            entry = self._entries.get(name)
+            value = encode_registration(replace(registration, session=self._session))
+            lease = self._lease or await self._grant()
+            if entry is None or entry.lease != lease.id or entry.value != value:
+                await self._put_registration(name, value, lease)
+            self._registered.add(registration.id)
+        lease_id = self._lease.id if self._lease is not None else NO_LEASE
+        for name in [name for name, entry in self._entries.items() if entry.lease == lease_id != NO_LEASE]:
+            if name not in wanted:
+                await self._store.delete(name)
+                del self._entries[name]
+
+    async def _grant(self) -> Lease:
+        asked_ns = self._clock()
+        lease = await self._store.grant(ttl_ns=self._ttl_ns)
+        self._hold(lease, asked_ns)
+        return lease
+
+    async def _put_registration(self, name: str, value: str, lease: Lease) -> None:
+        try:
+            revision = await self._store.put(name, value, lease=lease.id)
+        except LeaseExpired:
+            self._let_go()
+            raise
+        self._entries[name] = Entry(value=value, revision=revision, lease=lease.id)
+
+    async def _put_view(self, view: View) -> None:
+        entry = self._entries.get(VIEW_NAME)
+        expected = entry.revision if entry is not None else ABSENT
+        value = encode_view(view)
+        revision = await self._store.put(VIEW_NAME, value, expected=expected)
+        self._entries[VIEW_NAME] = Entry(value=value, revision=revision)
+        self._show(view)
+
+    def _apply(self, changes: Sequence[Change]) -> None:
+        """Take what the store tells; what is older than what we wrote ourselves is passed over."""
+        ended: list[TargetId] = []
+        for change in changes:
+            known = self._entries.get(change.name)
+            if change.entry is None:
+                self._entries.pop(change.name, None)
+                ended += [name for name in (target_of(change.name),) if name is not None]
+            elif known is None or known.revision < change.entry.revision:
+                self._entries[change.name] = change.entry
+        stored = view_of(self._entries)
+        if stored is None:
+            raise StaleView("the view was removed from the cluster store; it is written again")
+        if self._view is None or stored.epoch > self._view.epoch:
+            self._show(stored)
+        self._notice_take_over()
+        self._observe()
+        for name in ended:
+            if target_name(name) not in self._entries:
+                self._attendance.lease_ended(name, self._clock())
+
+    def _notice_take_over(self) -> None:
+        """A target that we had registered and another has now is not ours any more: its drive was moved, or copied."""
+        lease_id = self._lease.id if self._lease is not None else NO_LEASE
+        for name in self._registered - self._taken_over:
+            entry = self._entries.get(target_name(name))
+            if entry is not None and entry.lease != lease_id:
+                log.error("target %s is registered by another node: was its drive moved or copied?", name)
+                self._taken_over.add(name)
+
+    def _fenced_targets(self) -> list[TargetId]:
+        """Our targets that the view cuts off in the session that they are registered in."""
+        if self._view is None:
+            return []
+        return [
+            target.id
+            for target in self._view.targets
+            if target.state is TargetState.DOWN and target.session == self._session and target.id in self._wanted
+        ]
+
+    def _is_vouched_for(self) -> bool:
+        """Whether the view has every target of ours as it is registered now."""
+        if self._view is None or self._taken_over or not self._wanted:
+            return False
+        here = {
+            target.id
+            for target in self._view.targets
+            if target.session == self._session and target.state is not TargetState.DOWN
+        }
+        return here.issuperset(self._wanted)
+
+    def _observe(self) -> None:
+        if self._view is not None:
+            registered = {name for entry in self._entries if (name := target_of(entry)) is not None}
+            self._attendance.observe(self._view, registered, self._clock())
+
+    async def _keep_lease(self) -> None:
+        """Renews the lease, as long as there is one."""
+        while True:
+            await asyncio.sleep(self._ttl_ns / _RENEWALS_PER_TTL / SECOND_NS)
+            while self._lease is not None:
+                asked_ns = self._clock()
+                try:
+                    self._hold(await self._store.renew(self._lease.id), asked_ns)
+                    break
+                except Closed:
+                    return
+                except LeaseExpired as error:
+                    log.warning("this node is fenced: %s", error)
+                    self._let_go()
+                except KVStoreError as error:
+                    log.debug("lease not renewed: %s", error)
+                    self._failure = str(error)
+                    await asyncio.sleep(STORE_RETRY_NS_MIN / SECOND_NS)
+
+    def _hold(self, lease: Lease, asked_ns: int) -> None:
+        """The lease is ours for its time since we asked: the store began to count later."""
+        self._lease = lease
+        self._held_until_ns = asked_ns + lease.ttl_ns
+        if self._fence_timer is not None:
+            self._fence_timer.cancel()
+        left_s = max(0, self._held_until_ns - self._clock()) / SECOND_NS
+        self._fence_timer = asyncio.get_running_loop().call_later(left_s, self._tell)
+        self._tell()
+
+    def _let_go(self) -> None:
+        """The lease has ended: nothing that was written under it stands. Register in a new session."""
+        self._lease = None
+        self._registered.clear()
+        self._held_until_ns = self._clock()
+        self._session = secrets.token_hex(8)
+        self._wake.set()
+        self._tell()
+
+    def _show(self, view: View) -> None:
+        if view != self._view:
+            self._view = view
+            self._on_change()
+
+    def _tell(self) -> None:
+        fenced = self.fenced
+        if fenced != self._was_fenced:
+            self._was_fenced = fenced
+            self._on_change()
+
+    async def _say_goodbye(self) -> None:
+        """The last one out cannot leave it to others to see that its targets are gone."""
+        image = await self._store.load()
+        stored = view_of(image.entries)
+        if stored is None:
+            return
+        registered = registrations_of(image.entries)
+        gone = Overdue(gone=[name for name in self._wanted if name not in registered])
+        settled = settle(stored, registered, gone, self._periods)
+        if settled != stored:
+            try:
+                await self._store.put(VIEW_NAME, encode_view(settled), expected=image.entries[VIEW_NAME].revision)
+            except StaleView:
+                pass  # somebody else did it

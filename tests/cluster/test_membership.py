@@ -1,0 +1,427 @@
+"""Nodes that find each other through a real etcd, lose it, and find each other again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvstore.cluster import transitions
+from kvstore.cluster.catalog import VIEW_NAME, target_name, view_of
+from kvstore.cluster.etcd_client import EtcdClient
+from kvstore.cluster.etcd_store import EtcdClusterStore
+from kvstore.cluster.membership import Membership
+from kvstore.cluster.registration import Registration, encode_registration
+from kvstore.cluster.settling import Periods
+from kvstore.cluster.store import Change, ClusterStore, Image
+from kvstore.cluster.store_address import EtcdAddress, EtcdSecrets
+from kvstore.cluster.view import Target, TargetState, View, encode_view
+from kvstore.errors import Unavailable
+from kvstore.limits import SECOND_NS, GiB
+from kvstore.testing.etcd_process import EtcdProcess
+
+WAIT_SECONDS = 60.0
+TTL_NS = 2 * SECOND_NS
+PERIODS = Periods(absent_ns=4 * SECOND_NS, previous_ns=600 * SECOND_NS, down_ns=600 * SECOND_NS)
+
+SERVING, JOINING, DRAINING, DOWN = (
+    TargetState.SERVING,
+    TargetState.JOINING,
+    TargetState.DRAINING,
+    TargetState.DOWN,
+)
+_numbers = itertools.count()
+
+
+def registration(number: int, *, disk: str = "", address: str = "") -> Registration:
+    return Registration(
+        id=f"t{number}",
+        data=(address or f"10.0.0.{number}:7401",),
+        capacity_bytes=100 * GiB,
+        node_id=f"n{number}",
+        label="",
+        disk_id=disk or f"disk{number}",
+        boot_id="b",
+        session="",
+    )
+
+
+class CutStore:
+    """A store that this node alone can be cut off from."""
+
+    def __init__(self, inner: ClusterStore) -> None:
+        self._inner = inner
+        self._cut = asyncio.Event()
+
+    def cut(self) -> None:
+        self._cut.set()
+
+    def mend(self) -> None:
+        self._cut.clear()
+
+    async def _unless_cut(self, call: Coroutine[Any, Any, Any]) -> Any:
+        if self._cut.is_set():
+            call.close()
+            raise Unavailable("this node is cut off")
+        return await call
+
+    async def load(self) -> Image:
+        return await self._unless_cut(self._inner.load())  # type: ignore[no-any-return]
+
+    async def put(self, name: str, value: str, **how: Any) -> int:
+        return await self._unless_cut(self._inner.put(name, value, **how))  # type: ignore[no-any-return]
+
+    async def delete(self, name: str, **how: Any) -> bool:
+        return await self._unless_cut(self._inner.delete(name, **how))  # type: ignore[no-any-return]
+
+    async def grant(self, **how: Any) -> Any:
+        return await self._unless_cut(self._inner.grant(**how))
+
+    async def renew(self, lease: int) -> Any:
+        return await self._unless_cut(self._inner.renew(lease))
+
+    async def revoke(self, lease: int) -> None:
+        await self._unless_cut(self._inner.revoke(lease))
+
+    async def watch(self, image: Image) -> AsyncIterator[tuple[Change, ...]]:
+        changes = self._inner.watch(image)
+        while True:
+            following = asyncio.ensure_future(anext(changes))
+            cut = asyncio.ensure_future(self._cut.wait())
+            try:
+                await asyncio.wait((following, cut), return_when=asyncio.FIRST_COMPLETED)
+                if cut.done():
+                    raise Unavailable("this node is cut off")
+                yield following.result()
+            finally:
+                following.cancel()
+                cut.cancel()
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class Node:
+    """One member with what it registers."""
+
+    def __init__(self, cluster: Cluster, number: int, *, known: View | None = None, **how: str) -> None:
+        self.id = f"t{number}"
+        self.store = CutStore(cluster.open_store())
+        self.views: list[View] = []
+        self.member = Membership(
+            self.store,
+            cluster=cluster.name,
+            known=known,
+            on_change=self._changed,
+            ttl_ns=TTL_NS,
+            periods=PERIODS,
+        )
+        self.member.register([registration(number, **how)])
+        self.task = asyncio.ensure_future(self.member.run())
+
+    def _changed(self) -> None:
+        view = self.member.view
+        if view is not None and (not self.views or self.views[-1] != view):
+            self.views.append(view)
+
+    @property
+    def view(self) -> View:
+        assert self.member.view is not None
+        return self.member.view
+
+    def states(self) -> dict[str, TargetState]:
+        """Of the targets, as this node sees them."""
+        found = self.member.view.targets if self.member.view is not None else ()
+        return {target.id: target.state for target in found}
+
+    def target(self, number: int) -> Target:
+        target = self.view.target(f"t{number}")
+        assert target is not None
+        return target
+
+    async def die(self) -> None:
+        """Without a word, as by kill -9."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        await self.store.close()
+
+    async def close(self) -> None:
+        await self.member.close()
+        await asyncio.gather(self.task, return_exceptions=True)
+        assert [view.epoch for view in self.views] == sorted({view.epoch for view in self.views}), "epochs only grow"
+
+
+class Cluster:
+    """Nodes on one etcd, under a name of their own."""
+
+    def __init__(self, etcd: EtcdProcess) -> None:
+        self.name = f"members-{next(_numbers)}"
+        self._address = EtcdAddress(members=tuple(etcd.members.split(",")), cluster=self.name)
+        self.nodes: list[Node] = []
+
+    def open_store(self) -> ClusterStore:
+        return EtcdClusterStore(EtcdClient(self._address, EtcdSecrets()), cluster=self.name)
+
+    def add(self, number: int, **how: Any) -> Node:
+        node = Node(self, number, **how)
+        self.nodes.append(node)
+        return node
+
+    async def settled(self, **states: TargetState) -> None:
+        """Until every node sees these targets, in these states, and nobody that should serve is fenced."""
+        alive = [node for node in self.nodes if not node.task.done()]
+
+        def agree() -> bool:
+            return (
+                all(node.states() == states for node in alive)
+                and len({node.view.epoch for node in alive}) == 1
+                and not any(node.member.fenced for node in alive)
+            )
+
+        await until(agree, lambda: str([(node.id, node.states(), node.member.fenced) for node in alive]))
+
+
+async def until(check: Callable[[], bool], words: Callable[[], str] = lambda: "it did not happen") -> None:
+    """Waits until something is so."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + WAIT_SECONDS
+    while not check():
+        assert loop.time() < end, words()
+        await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def cluster_on(etcd: EtcdProcess, *numbers: int) -> AsyncIterator[Cluster]:
+    cluster = Cluster(etcd)
+    try:
+        for number in numbers:
+            cluster.add(number)
+        yield cluster
+    finally:
+        for node in cluster.nodes:
+            if not node.task.done():
+                await node.close()
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(2 * WAIT_SECONDS):
+            await body()
+
+    asyncio.run(main())
+
+
+def test_nodes_find_each_other(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd, 0, 1, 2) as cluster:
+            await until(lambda: all(len(node.states()) == 3 for node in cluster.nodes))
+            await until(lambda: not any(node.member.fenced for node in cluster.nodes))
+            await until(lambda: len({node.view.epoch for node in cluster.nodes}) == 1)
+            views = {encode_view(node.view) for node in cluster.nodes}
+            assert len(views) == 1
+            assert list(cluster.nodes[0].states().values()).count(SERVING) == 1  # the first; the others fill
+
+    run(body)
+
+
+def test_a_node_that_dies_is_down_and_comes_back_with_its_drive(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd, 0) as cluster:
+            (first,) = cluster.nodes
+            await cluster.settled(t0=SERVING)
+            second = cluster.add(1)
+            await cluster.settled(t0=SERVING, t1=JOINING)
+            await second.die()
+            await cluster.settled(t0=SERVING, t1=DOWN)
+            again = cluster.add(1)
+            await cluster.settled(t0=SERVING, t1=SERVING)
+            assert first.view.previous[0].weights == {"t1": 0.0}
+            assert again.target(1).session != second.target(1).session
+
+    run(body)
+
+
+def test_a_restart_within_the_lease_is_not_noticed_as_a_death(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd, 0, 1) as cluster:
+            first, second = cluster.nodes
+            await until(lambda: len(first.states()) == 2 and not second.member.fenced)
+            await second.die()
+            cluster.add(1)
+            await until(lambda: first.target(1).session != second.target(1).session)
+            assert all(view.target("t1") is None or view.target("t1").state is not DOWN for view in first.views)  # type: ignore[union-attr]
+
+    run(body)
+
+
+def test_who_says_goodbye_is_down_at_once_and_a_drained_one_leaves(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd, 0, 1, 2) as cluster:
+            first, second, third = cluster.nodes
+            await until(lambda: len(first.states()) == 3 and not any(node.member.fenced for node in cluster.nodes))
+            third.member.drain()
+            await until(lambda: first.states()["t2"] is DRAINING)
+            assert not third.member.fenced  # it still says itself what is left to do
+            await third.close()
+            await until(lambda: "t2" not in first.states())
+            await second.close()
+            await until(lambda: first.states()["t1"] is DOWN)
+            await first.close()
+            image = await (store := cluster.open_store()).load()
+            await store.close()
+            last = view_of(image.entries)
+            assert last is not None
+            assert {target.id: target.state for target in last.targets} == {"t0": DOWN, "t1": DOWN}
+            assert list(image.entries) == [VIEW_NAME]
+
+    run(body)
+
+
+def test_a_node_that_cannot_reach_etcd_is_fenced_before_others_give_it_up(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd, 0, 1) as cluster:
+            first, second = cluster.nodes
+            await until(lambda: len(first.states()) == 2 and not any(node.member.fenced for node in cluster.nodes))
+            was_fenced = []
+            first_changed = first.member._on_change
+
+            def note() -> None:
+                first_changed()
+                if first.states().get("t1") is DOWN:
+                    was_fenced.append(second.member.fenced)
+
+            first.member._on_change = note
+            last = second.view
+            second.store.cut()
+            await until(lambda: second.member.fenced)
+            assert second.view == last  # what it knew stays
+            assert "cut off" in second.member.failure
+            await until(lambda: first.states()["t1"] is DOWN)
+            assert all(was_fenced)
+            second.store.mend()
+            await until(lambda: not second.member.fenced and first.states()["t1"] is SERVING)
+            assert second.member.failure == ""
+
+    run(body)
+
+
+def test_a_fence_from_outside_is_noticed_and_answered_with_a_new_session(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd, 0, 1) as cluster:
+            first, second = cluster.nodes
+            await until(lambda: len(first.states()) == 2 and not any(node.member.fenced for node in cluster.nodes))
+            session = first.target(1).session
+            store = cluster.open_store()
+            image = await store.load()
+            stored = view_of(image.entries)
+            assert stored is not None
+            fenced = transitions.fence(stored, ["t1"])
+            await store.put(VIEW_NAME, encode_view(fenced), expected=image.entries[VIEW_NAME].revision)
+            await store.close()
+            await until(lambda: fenced in second.views)
+            await until(lambda: first.target(1).session != session and not second.member.fenced)
+
+    run(body)
+
+
+def test_a_target_that_another_node_registers_is_not_fought_over(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd, 0, 1) as cluster:
+            first, second = cluster.nodes
+            await until(lambda: len(first.states()) == 2 and not any(node.member.fenced for node in cluster.nodes))
+            store = cluster.open_store()
+            lease = await store.grant(ttl_ns=60 * SECOND_NS)
+            moved = replace(registration(1, address="10.0.0.9:7401"), node_id="n9", session="other")
+            await store.put(target_name("t1"), encode_registration(moved), lease=lease.id)
+            await until(lambda: second.member.fenced and first.target(1).node_id == "n9")
+            assert not first.member.fenced
+            await store.close()
+
+    run(body)
+
+
+def test_a_node_on_a_reused_address_is_not_taken_for_the_old_one(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd, 0, 1) as cluster:
+            first, second = cluster.nodes
+            await until(lambda: len(first.states()) == 2 and not any(node.member.fenced for node in cluster.nodes))
+            await second.die()
+            cluster.add(2, address="10.0.0.1:7401")
+            await until(lambda: len(first.states()) == 3)
+            assert (first.target(1).state, first.target(1).data) == (DOWN, ())
+            assert first.target(2).data == ("10.0.0.1:7401",)
+
+    run(body)
+
+
+def test_a_view_that_nobody_understands_leaves_the_last_one(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd, 0) as cluster:
+            (node,) = cluster.nodes
+            await cluster.settled(t0=SERVING)
+            last = node.view
+            store = cluster.open_store()
+            await store.put(VIEW_NAME, '{"epoch":99,"of":"the future"}')
+            await until(lambda: "upgrade" in node.member.failure or "lacks" in node.member.failure)
+            assert node.view == last
+            await store.put(VIEW_NAME, encode_view(replace(last, epoch=100)))
+            await store.close()
+            await until(lambda: node.view.epoch >= 100 and not node.member.fenced)
+
+    run(body)
+
+
+def test_epochs_grow_over_a_store_that_lost_its_newest_views(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd, 0) as cluster:
+            (node,) = cluster.nodes
+            await cluster.settled(t0=SERVING)
+            known = replace(node.view, epoch=node.view.epoch + 40)
+            second = cluster.add(1, known=known)
+            await until(lambda: len(node.states()) == 2 and not second.member.fenced)
+            assert node.view.epoch > known.epoch
+
+    run(body)
+
+
+def test_a_view_of_another_cluster_is_forgotten(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd) as cluster:
+            foreign = View(epoch=1_000, node_id="", targets=(), cluster="another")
+            node = cluster.add(0, known=foreign)
+            await cluster.settled(t0=SERVING)
+            assert node.view.epoch < 1_000
+
+    run(body)
+
+
+@pytest.mark.parametrize("wiped", [False, True], ids=["restarted", "came back empty"])
+def test_all_of_etcd_is_lost_and_comes_back(tmp_path_factory: pytest.TempPathFactory, wiped: bool) -> None:
+    async def body() -> None:
+        async with cluster_on(etcd, 0, 1, 2) as cluster:
+            await until(lambda: all(len(node.states()) == 3 for node in cluster.nodes))
+            await until(lambda: not any(node.member.fenced for node in cluster.nodes))
+            last = {node.id: node.view for node in cluster.nodes}
+            seen = {node.id: len(node.views) for node in cluster.nodes}
+            await asyncio.to_thread(etcd.kill_all)
+            await until(lambda: all(node.member.fenced for node in cluster.nodes))
+            for node in cluster.nodes:
+                assert node.view == last[node.id]
+                assert node.member.failure
+            await asyncio.to_thread(etcd.wipe if wiped else etcd.restart_all)
+            await until(lambda: not any(node.member.fenced for node in cluster.nodes))
+            await until(lambda: len({node.view.epoch for node in cluster.nodes}) == 1)
+            for node in cluster.nodes:
+                assert node.view.epoch >= last[node.id].epoch
+                for view in (*node.views[seen[node.id] :], node.view):
+                    states = {target.id: target.state for target in view.targets}
+                    assert states.keys() == {"t0", "t1", "t2"}
+                    assert DOWN not in states.values()  # nobody lost a run by it
+
+    with EtcdProcess(tmp_path_factory.mktemp("etcd")) as etcd:
+        run(body)
