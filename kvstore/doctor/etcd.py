@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
+import ssl
 import statistics
 from dataclasses import dataclass
-from typing import Final
+from http import HTTPStatus
 
+from kvstore.cluster.store_address import EtcdAddress, parse_store_address
 from kvstore.doctor.finding import Finding, Fix, Status
 from kvstore.doctor.sockets import http_get
+from kvstore.errors import InvalidRequest
 from kvstore.limits import ETCD_LATENCY_NS_MAX, ETCD_PROBES, MS_NS
-
-SCHEME: Final = "etcd://"
-_PORT_DEFAULT: Final = 2379
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,34 +32,42 @@ class EtcdFacts:
     took_ns: int
 
 
-def endpoints_of(cluster: str) -> tuple[tuple[str, int], ...]:
-    """Hosts and ports of "etcd://a:2379,b:2379"; none where the setting names no etcd."""
-    if not cluster.startswith(SCHEME):
-        return ()
-    found: list[tuple[str, int]] = []
-    for piece in re.split(r"[/?]", cluster.removeprefix(SCHEME))[0].split(","):
-        host, _, port = piece.strip().rpartition(":") if piece.strip().rpartition(":")[2].isdigit() else (piece, "", "")
-        if host.strip():
-            found.append((host.strip().strip("[]"), int(port or _PORT_DEFAULT)))
-    return tuple(found)
-
-
 def read_etcd(cluster: str) -> list[EtcdFacts]:
-    """Ask each endpoint over plain HTTP; one that does not answer is asked once."""
-    return [_ask(host, port) for host, port in endpoints_of(cluster)]
+    """Ask each member that the cluster setting names; none where it names no etcd.
+
+    A setting that cannot be read, or a certificate that cannot be used, is told as a problem of the whole.
+    """
+    if not cluster.startswith("etcd:"):
+        return []
+    try:
+        address = parse_store_address(cluster)
+        assert isinstance(address, EtcdAddress)  # a file store begins otherwise
+        tls = _tls(address)
+    except (InvalidRequest, OSError) as error:
+        return [EtcdFacts(endpoint=cluster, problem=str(error), is_healthy=False, took_ns=0)]
+    return [_ask(member, tls) for member in address.members]
 
 
-def _ask(host: str, port: int) -> EtcdFacts:
+def _tls(address: EtcdAddress) -> ssl.SSLContext | None:
+    if not address.ca:
+        return None
+    context = ssl.create_default_context(cafile=address.ca)
+    if address.cert:
+        context.load_cert_chain(address.cert, address.key)
+    return context
+
+
+def _ask(member: str, tls: ssl.SSLContext | None) -> EtcdFacts:
+    host, _, port = member.rpartition(":")
     took_ns: list[int] = []
     healthy = True
-    endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     for _ in range(ETCD_PROBES):
-        answer = http_get(host, port, "/health")
+        answer = http_get(host.strip("[]"), int(port), "/health", tls=tls)
         if answer.problem:
-            return EtcdFacts(endpoint=endpoint, problem=answer.problem, is_healthy=False, took_ns=0)
+            return EtcdFacts(endpoint=member, problem=answer.problem, is_healthy=False, took_ns=0)
         took_ns.append(answer.took_ns)
-        healthy = healthy and answer.status == 200 and _says_healthy(answer.body)
-    return EtcdFacts(endpoint=endpoint, problem="", is_healthy=healthy, took_ns=int(statistics.median(took_ns)))
+        healthy = healthy and answer.status == HTTPStatus.OK and _says_healthy(answer.body)
+    return EtcdFacts(endpoint=member, problem="", is_healthy=healthy, took_ns=int(statistics.median(took_ns)))
 
 
 def _says_healthy(body: str) -> bool:

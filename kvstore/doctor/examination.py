@@ -1,8 +1,7 @@
-"""All checks of a machine for one node, in the order of the table; and the few that every start makes."""
+"""All checks of a machine for one node, in the order of the table."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,15 +18,13 @@ from kvstore.doctor.network import (
     served_netdevs,
 )
 from kvstore.doctor.ports import check_advertised, check_port, read_advertised, read_ports
-from kvstore.doctor.process import check_process, read_process
-from kvstore.doctor.rdma import RdmaFacts, check_rdma, read_rdma
-from kvstore.doctor.storage import PlaceFacts, check_places, check_trial
-from kvstore.doctor.storage_reading import read_place, try_place
+from kvstore.doctor.rdma import check_rdma
+from kvstore.doctor.start import check_limits, read_places, read_rdma_of
+from kvstore.doctor.storage import check_places, check_trial
+from kvstore.doctor.storage_trial import try_place
 from kvstore.doctor.system import LinuxSystem, System
 from kvstore.doctor.topology import check_topology, read_topology
 from kvstore.settings import NodeSettings, inspect_node_settings
-
-log = logging.getLogger(__name__)
 
 
 def examine(flags: Mapping[str, object], *, config: Path | None = None, system: System | None = None) -> list[Finding]:
@@ -45,12 +42,12 @@ def examine(flags: Mapping[str, object], *, config: Path | None = None, system: 
     """
     system = system or LinuxSystem()
     settings, faults = inspect_node_settings(flags, config=config)
-    rdma, places = _rdma(system, settings), _places(system, settings)
+    rdma, places = read_rdma_of(system, settings), read_places(system, settings)
     netdevs = served_netdevs(system, settings.host)
     dscp = read_dscp_rules(system)
     findings = [check_settings(settings, faults)]
     findings += check_machine(read_machine(system, memory_wanted_bytes=settings.cache + settings.staging))
-    findings += _process(system, settings, rdma)
+    findings += check_limits(system, settings, rdma)
     findings += check_places(places)
     for facts in places:
         if not facts.problem:
@@ -65,26 +62,6 @@ def examine(flags: Mapping[str, object], *, config: Path | None = None, system: 
     findings += check_rdma(rdma)
     findings += check_topology(read_topology(system, netdevs=netdevs, drives=[facts.drive for facts in places]))
     return findings
-
-
-def examine_start(settings: NodeSettings, *, system: System | None = None) -> list[Finding]:
-    """What fails, of the checks that take a start no more than some milliseconds: no I/O on drives, nobody is dialled.
-
-    Ports, and the way each drive is driven, are not among them: the start tries those itself, and tells.
-    """
-    system = system or LinuxSystem()
-    findings = check_machine(read_machine(system, memory_wanted_bytes=settings.cache + settings.staging))
-    rdma = _rdma(system, settings)
-    findings += _process(system, settings, rdma)
-    findings += check_places(_places(system, settings))
-    findings += check_rdma(rdma)
-    return [finding for finding in findings if finding.status is Status.FAILING]
-
-
-def log_start(settings: NodeSettings, *, system: System | None = None) -> None:
-    """Log a line for each finding of `examine_start`. Never keeps a node from starting: it tells what will go wrong."""
-    for finding in examine_start(settings, system=system):
-        log.error("doctor: %s", finding.sentence)
 
 
 def check_settings(settings: NodeSettings, faults: Sequence[str]) -> Finding:
@@ -113,24 +90,3 @@ def _ports(settings: NodeSettings) -> list[tuple[str, int]]:
         ("data_port", settings.data_port),
         ("metrics_port", settings.metrics_port),
     ]
-
-
-def _rdma(system: System, settings: NodeSettings) -> RdmaFacts:
-    told = (*settings.host, settings.advertise) if settings.advertise else settings.host
-    return read_rdma(system, transport=settings.transport, hosts=told)
-
-
-def _process(system: System, settings: NodeSettings, rdma: RdmaFacts) -> list[Finding]:
-    facts = read_process(
-        system,
-        locked_bytes=settings.cache + settings.staging,
-        rdma_wanted=settings.transport == "rdma",
-        rdma_present=bool(rdma.ports) and settings.transport == "auto",
-        registers_for_drives=settings.device != "threads",
-    )
-    return check_process(facts)
-
-
-def _places(system: System, settings: NodeSettings) -> list[PlaceFacts]:
-    needed_bytes = settings.capacity_each_bytes if settings.data_dir else 0
-    return [read_place(system, path, needed_bytes=needed_bytes) for path in settings.data_dir]

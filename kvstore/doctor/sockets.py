@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import socket
+import ssl
 import threading
 import time
 from dataclasses import dataclass
@@ -108,11 +109,11 @@ def dial_back(host: str, listen_host: str, port: int) -> Dialled:
     return dialled
 
 
-def http_get(host: str, port: int, path: str) -> HttpAnswer:
-    """GET over plain HTTP/1.1, with one deadline for all of it."""
+def http_get(host: str, port: int, path: str, *, tls: ssl.SSLContext | None = None) -> HttpAnswer:
+    """GET over HTTP/1.1, with TLS where a context is given, and one deadline for all of it."""
     began_ns = time.monotonic_ns()
     try:
-        with socket.create_connection((host, port), timeout=DOCTOR_DIAL_NS_MAX / SECOND_NS) as connection:
+        with _connected(host, port, tls) as connection:
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
             reply = _read_all(connection, began_ns + DOCTOR_DIAL_NS_MAX)
     except OSError as error:
@@ -121,8 +122,16 @@ def http_get(host: str, port: int, path: str) -> HttpAnswer:
     head, _, body = reply.decode("utf-8", "replace").partition("\r\n\r\n")
     match = re.match(r"HTTP/1\.[01] (\d{3})", head)
     if match is None:
-        return HttpAnswer(status=0, body="", took_ns=took_ns, problem="it does not speak plain HTTP")
+        return HttpAnswer(status=0, body="", took_ns=took_ns, problem="it does not speak HTTP")
     return HttpAnswer(status=int(match[1]), body=body, took_ns=took_ns, problem="")
+
+
+def _connected(host: str, port: int, tls: ssl.SSLContext | None) -> socket.socket:
+    connection = socket.create_connection((host, port), timeout=DOCTOR_DIAL_NS_MAX / SECOND_NS)
+    if tls is None:
+        return connection
+    with connection:  # a wrapped one has taken the descriptor over; one that could not be wrapped is closed
+        return tls.wrap_socket(connection, server_hostname=host)
 
 
 def _listener(host: str, port: int) -> socket.socket:
@@ -156,12 +165,19 @@ def _dial(family: int, address: tuple[object, ...], name: str, greeting: bytes =
         dialling.settimeout(DOCTOR_DIAL_NS_MAX / SECOND_NS)
         try:
             dialling.connect(address)
-            took_ns = time.monotonic_ns() - began_ns
-            is_ours = dialling.recv(_GREETING_BYTES, socket.MSG_WAITALL) == greeting if greeting else None
         except OSError as error:
             took_ns = time.monotonic_ns() - began_ns
             return Dialled(address=name, problem=_words_of(error), took_ns=took_ns, is_ours=None)
+        took_ns = time.monotonic_ns() - began_ns
+        is_ours = _hears(dialling, greeting) if greeting else None
     return Dialled(address=name, problem="", took_ns=took_ns, is_ours=is_ours)
+
+
+def _hears(dialling: socket.socket, greeting: bytes) -> bool:
+    try:
+        return dialling.recv(_GREETING_BYTES, socket.MSG_WAITALL) == greeting
+    except OSError:
+        return False  # whoever took the connection has nothing to say
 
 
 def _read_all(connection: socket.socket, end_ns: int) -> bytes:

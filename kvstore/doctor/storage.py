@@ -249,8 +249,8 @@ def _uring_fix() -> Fix:
         "or --device threads",
         systemd="SystemCallFilter=@system-service io_uring_setup io_uring_enter io_uring_register, "
         "or Environment=KVSTORE_DEVICE=threads",
-        kubernetes="securityContext.seccompProfile: {type: Localhost, localhostProfile: PROFILE} with the three "
-        "io_uring calls allowed (RuntimeDefault forbids them), or device: threads",
+        kubernetes="securityContext.seccompProfile: {type: Localhost, localhostProfile: PROFILE} that allows "
+        "io_uring_setup, io_uring_enter and io_uring_register (RuntimeDefault forbids them), or device: threads",
     )
 
 

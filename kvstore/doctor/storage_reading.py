@@ -1,39 +1,29 @@
-"""Looks at data dirs: where they lie (no I/O on them), and what real I/O on them does (a nameless file, or reads)."""
+"""Where data dirs lie: by stat, statvfs, /proc and /sys, without any I/O on them."""
 
 from __future__ import annotations
 
-import mmap
 import os
+import re
 import stat
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from kvstore.device import syscalls
-from kvstore.device.file import DataFile
-from kvstore.device.uring_probe import probe_uring
-from kvstore.doctor.storage import PlaceFacts, TrialFacts
+from kvstore.doctor.storage import PlaceFacts
 from kvstore.doctor.system import System, whole_number
-from kvstore.errors import Unavailable
-from kvstore.limits import PAGE_BYTES
 
-_TRIAL_BYTES: Final = 2 * PAGE_BYTES
 _BLOCK_UNIT_BYTES: Final = 512  # of st_blocks, stat(2)
-_OPCODES: Final = ("read", "read_fixed", "readv_fixed")
 
 
 def read_place(system: System, path: str, *, needed_bytes: int) -> PlaceFacts:
     """Where a data dir lies: by stat, statvfs, /proc/self/mountinfo and /sys."""
-    found = _existing(Path(path).absolute())
+    found = existing_place(Path(path).absolute())
     try:
         status = found.stat()
         if stat.S_ISBLK(status.st_mode):
             return _read_raw_drive(system, path, status, needed_bytes)
         problem = _problem_of_folder(path, found, status)
         space = os.statvfs(found)
-        own_bytes = _own_bytes(found) if found == Path(path).absolute() else 0
+        own_bytes = _own_bytes(found) if not problem and found == Path(path).absolute() else 0
     except OSError as error:
         return PlaceFacts(path=path, problem=f"cannot be looked at ({error.strerror})", needed_bytes=needed_bytes)
     file_system, point, options = mount_of(system, status.st_dev, str(found))
@@ -55,31 +45,6 @@ def read_place(system: System, path: str, *, needed_bytes: int) -> PlaceFacts:
     )
 
 
-def try_place(path: str, *, mode_wanted: str) -> TrialFacts:
-    """Try O_DIRECT and each operation of io_uring as a node would, on a file without a name in the data dir.
-
-    A raw drive is only read. Nothing that a node has written is touched, so a node may run meanwhile.
-    """
-    try:
-        with _opened(_existing(Path(path).absolute())) as file:
-            file.try_direct_io()
-            alignment = syscalls.direct_io_alignment(file.fd)
-            problem, opcodes, notes = _try_uring(file)
-            return TrialFacts(
-                path=path,
-                direct_io=file.direct_io,
-                direct_reason=file.direct_reason,
-                alignment_bytes=alignment if alignment and max(alignment) else None,
-                sector_bytes=file.sector_bytes,
-                uring_problem=problem,
-                uring_opcodes=opcodes,
-                uring_notes=notes,
-                mode_wanted=mode_wanted,
-            )
-    except OSError as error:
-        return TrialFacts(path=path, problem=error.strerror or str(error), mode_wanted=mode_wanted)
-
-
 def mount_of(system: System, device_number: int, path: str) -> tuple[str, str, tuple[str, ...]]:
     """(type, mount point, options) of the mount that holds `path`, by /proc/self/mountinfo (proc(5)).
 
@@ -93,7 +58,7 @@ def mount_of(system: System, device_number: int, path: str) -> tuple[str, str, t
         fields, tail = before.split(), after.split()
         if len(fields) < 6 or len(tail) < 2:
             continue
-        point = fields[4].encode().decode("unicode_escape")  # a space is \040
+        point = _unescaped(fields[4])
         if path != point and not path.startswith(point.rstrip("/") + "/"):
             continue
         rank = (fields[2] == wanted, len(point))
@@ -103,7 +68,12 @@ def mount_of(system: System, device_number: int, path: str) -> tuple[str, str, t
     return best
 
 
-def _existing(path: Path) -> Path:
+def _unescaped(point: str) -> str:
+    """A mount point as it is: proc(5) writes space, tab, newline and backslash as three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), point)
+
+
+def existing_place(path: Path) -> Path:
     """The path, or the nearest folder above it that exists: where it would be made."""
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -161,49 +131,3 @@ def _drive_of(system: System, device_number: int) -> tuple[str, bool, str]:
     schedulers = system.text(f"{folder}/queue/scheduler") or ""
     chosen = schedulers.partition("[")[2].partition("]")[0] or schedulers  # "none [mq-deadline] kyber"
     return os.path.basename(folder), system.text(f"{folder}/queue/rotational") == "1", chosen
-
-
-@contextmanager
-def _opened(found: Path) -> Iterator[DataFile]:
-    """An open file to try I/O on: the raw drive for reading, else a new file that is gone when it is closed."""
-    if found.is_block_device():
-        fd = os.open(found, os.O_RDONLY | os.O_CLOEXEC)
-        size_bytes = syscalls.block_device_bytes(fd)
-    else:
-        fd = _nameless(found)
-        os.ftruncate(fd, _TRIAL_BYTES)
-        with mmap.mmap(-1, PAGE_BYTES) as page:
-            os.pwrite(fd, page, 0)
-        size_bytes = _TRIAL_BYTES
-    file = DataFile(str(found), fd)
-    file.size_bytes = size_bytes
-    try:
-        yield file
-    finally:
-        file.close()
-
-
-def _nameless(folder: Path) -> int:
-    try:
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError:  # overlay and network file systems
-        fd, name = tempfile.mkstemp(prefix=".kvstore-doctor-", dir=folder)
-        os.unlink(name)
-        return fd
-
-
-def _try_uring(file: DataFile) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """(why it does not work, the operations that do, notes on those that do not)."""
-    try:
-        abilities = probe_uring(file)
-    except Unavailable as error:
-        return str(error), (), ()
-    return "", opcodes_of(abilities.variants), abilities.notes
-
-
-def opcodes_of(variants: int) -> tuple[str, ...]:
-    """Names of the kinds of operation behind the bits of `UringAbilities.variants`."""
-    from kvstore.device import _uring  # compiled; it is there when a probe has succeeded
-
-    bits = (_uring.VARIANT_PLAIN, _uring.VARIANT_FIXED, _uring.VARIANT_VECTOR_FIXED)
-    return tuple(name for name, bit in zip(_OPCODES, bits, strict=True) if variants & bit)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.cluster.node_file import NodeFile
-from kvstore.doctor.examination import log_start
+from kvstore.doctor.start import log_start
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.limits import SECOND_NS
 from kvstore.server.access import Access
