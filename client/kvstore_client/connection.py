@@ -491,7 +491,7 @@ class Connection:
         hello = Hello(
             version_min=VERSION,
             version_max=VERSION,
-            features=Feature.FINAL_DATA,
+            features=Feature.FINAL_DATA | Feature.DATA_CRCS,
             client_id=self._greeting.client_id,
             boot_id=self._greeting.seen_boot_id(),
             token=self._greeting.token,

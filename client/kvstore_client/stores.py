@@ -1,4 +1,4 @@
-"""Writing records to one target: an offer with checksums, the payload of what was granted, results."""
+"""Writing records to one target: an offer, the payload of what was granted with its checksums, results."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from kvstore.errors import (
 )
 from kvstore.limits import (
     DIGEST_BYTES,
+    FRAME_AIM_BYTES,
     FRAME_BODY_BYTES_MAX,
-    FRAME_PAYLOAD_BYTES_MAX,
     RETRIES_PER_CALL_MAX,
     SLICE_BYTES_MAX,
     SLICES_PER_FRAME_MAX,
 )
+from kvstore.types.checksum import block_count, crc_table_fragments
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import RefusedReason
 from kvstore.wire.header import FrameType
-from kvstore.wire.messages import ID_BYTES, U32_MAX, End, Grant, Manifest, Offer, Result
+from kvstore.wire.messages import ID_BYTES, U32_MAX, End, Feature, Grant, Manifest, Offer, Result
 from kvstore.wire.slices import NO_CONTENT_ID, Slice, encode_slices
 from kvstore_client.connection import Connection, Steps
 from kvstore_client.planner import TargetId, split_by_weight
@@ -53,7 +54,7 @@ class OutgoingRecord:
         volatile_ttl_ns: 0 for the drive.
         region: The caller's memory of the item.
         base_bytes: Where in the region this record begins.
-        length_bytes, block_bytes, crc_table: Of the record.
+        length_bytes, block_bytes: Of the record.
         status: OPEN, an ItemStatus or a RefusedReason code.
         content_id: Of the stored copy, zeros where there is none.
         detail: For a person.
@@ -64,7 +65,6 @@ class OutgoingRecord:
         "base_bytes",
         "block_bytes",
         "content_id",
-        "crc_table",
         "detail",
         "key",
         "length_bytes",
@@ -91,7 +91,6 @@ class OutgoingRecord:
         base_bytes: int,
         length_bytes: int,
         block_bytes: int,
-        crc_table: bytes,
     ) -> None:
         self.key = key
         self.run_head = run_head
@@ -103,11 +102,23 @@ class OutgoingRecord:
         self.base_bytes = base_bytes
         self.length_bytes = length_bytes
         self.block_bytes = block_bytes
-        self.crc_table = crc_table
         self.status = OPEN
         self.content_id = NO_CONTENT_ID
         self.detail = ""
         self.was_offered = False
+
+    @property
+    def table_bytes(self) -> int:
+        """Length of its CRC table."""
+        return 4 * block_count(self.length_bytes, self.block_bytes)
+
+    def cut(self, offset: int, length_bytes: int) -> list[memoryview]:
+        """Views of a part of it."""
+        return self.region.cut(self.base_bytes + offset, length_bytes) if length_bytes else []
+
+    def crcs(self, views: list[memoryview]) -> bytes:
+        """CRC words of a part that begins at a block."""
+        return crc_table_fragments(views, self.block_bytes) if views else b""
 
     def finish(self, status: int, *, content_id: bytes = NO_CONTENT_ID, detail: str = "") -> None:
         """How it ended."""
@@ -127,6 +138,7 @@ class StoreJob(Job):
         "_manifest",
         "_namespace",
         "_records",
+        "_sends_crcs",
         "_wait",
     )
 
@@ -157,6 +169,7 @@ class StoreJob(Job):
         self._wait = wait
         self._knows_manifest = False
         self._is_taken = False  # the node has granted or ended items of the present offer
+        self._sends_crcs = False  # with the data, not with the offer
         self._asked: Sequence[OutgoingRecord] = ()
 
     def wants_another_try(self) -> bool:
@@ -189,7 +202,7 @@ class StoreJob(Job):
         items_max = connection.welcome.batch_items_max
         for ttl_ns in dict.fromkeys(record.volatile_ttl_ns for record in records):
             same = [record for record in records if record.volatile_ttl_ns == ttl_ns]
-            weights = [_ITEM_BYTES + len(record.crc_table) for record in same]
+            weights = [_ITEM_BYTES + record.table_bytes for record in same]
             for part in split_by_weight(weights, items_max=items_max, weight_max=_BODY_BYTES):
                 yield same[part.start : part.stop]
 
@@ -210,12 +223,13 @@ class StoreJob(Job):
         self._asked = records
         total = sum(record.length_bytes for record in records)
         inline = total <= connection.welcome.inline_put_bytes_max
+        self._sends_crcs = not inline and Feature.DATA_CRCS in Feature(connection.welcome.features)
         request = self._request(records, inline=inline)
         for record in records:
             record.was_offered = True
         yield from connection.start(
             request,
-            payload=[view for record in records for view in _views(record)] if inline else (),
+            payload=[view for record in records for view in record.cut(0, record.length_bytes)] if inline else (),
             payload_bytes=total if inline else 0,
         )
         while True:
@@ -241,7 +255,9 @@ class StoreJob(Job):
             keys=b"".join([record.key for record in records]),
             lengths=_pack([record.length_bytes for record in records]),
             block_bytes=_pack(blocks if len(blocks) == 1 else [record.block_bytes for record in records]),
-            crc_tables=b"".join([record.crc_table for record in records]),
+            crc_tables=b""
+            if self._sends_crcs
+            else b"".join([record.crcs(record.cut(0, record.length_bytes)) for record in records]),
             deadline_ns=left_ns - left_ns // 20,
             durability=self._durability,
             wait=self._wait,
@@ -258,7 +274,7 @@ class StoreJob(Job):
         items = [at for (at,) in _U32.iter_unpack(grant.items)]
         if any(at >= len(self._asked) for at in items):
             raise Unavailable(f"node at {connection.address} granted an item that was not offered")
-        for slices, views, length in _data_frames(items, self._asked):
+        for slices, views, length in _data_frames(items, self._asked, with_crcs=self._sends_crcs):
             yield from connection.send_data(
                 encode_slices(slices), flags=len(slices), payload=views, payload_bytes=length
             )
@@ -296,39 +312,30 @@ def refusal_of(job: Job, record: OutgoingRecord) -> tuple[RefusedReason, str]:
     return RefusedReason.OVERLOADED, detail
 
 
-def _views(record: OutgoingRecord) -> list[memoryview]:
-    return record.region.cut(record.base_bytes, record.length_bytes) if record.length_bytes else []
-
-
 def _data_frames(
-    items: Sequence[int], records: Sequence[OutgoingRecord]
+    items: Sequence[int], records: Sequence[OutgoingRecord], *, with_crcs: bool
 ) -> Iterator[tuple[list[Slice], list[memoryview], int]]:
-    """DATA frames of up to FRAME_PAYLOAD_BYTES_MAX: a large item in several, small items together."""
+    """DATA frames of about FRAME_AIM_BYTES: a large item in several, small items together.
+
+    What a frame carries is checksummed when it is asked for, right before it is sent: then it is in the CPU's cache.
+    """
     slices: list[Slice] = []
     views: list[memoryview] = []
     total = 0
     for item in items:
         record = records[item]
-        step = max(record.block_bytes, SLICE_BYTES_MAX // record.block_bytes * record.block_bytes)
-        for offset in range(0, record.length_bytes or 1, step):
-            length = min(step, record.length_bytes - offset)
-            if slices and (total + length > FRAME_PAYLOAD_BYTES_MAX or len(slices) == SLICES_PER_FRAME_MAX):
+        block, record_bytes = record.block_bytes, record.length_bytes
+        step = max(block, SLICE_BYTES_MAX // block * block)
+        for offset in range(0, record_bytes or 1, step):
+            length = min(step, record_bytes - offset)
+            if slices and (total + length > FRAME_AIM_BYTES or len(slices) == SLICES_PER_FRAME_MAX):
                 yield slices, views, total
                 slices, views, total = [], [], 0
-            slices.append(
-                Slice(
-                    item,
-                    offset,
-                    length,
-                    0,
-                    offset + length == record.length_bytes,
-                    NO_CONTENT_ID,
-                    record.length_bytes,
-                    record.block_bytes,
-                    b"",
-                )
-            )
-            views += record.region.cut(record.base_bytes + offset, length) if length else []
+            cut = record.cut(offset, length)
+            crcs = record.crcs(cut) if with_crcs else b""
+            is_last = offset + length == record_bytes
+            slices.append(Slice(item, offset, length, 0, is_last, NO_CONTENT_ID, record_bytes, block, crcs))
+            views += cut
             total += length
     if slices:
         yield slices, views, total

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.limits import DIGEST_BYTES
-from kvstore.types.checksum import crc_table_fragments
 from kvstore.types.keys import KeyChain
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
@@ -271,7 +270,7 @@ def _outgoing(
     kind: PartFacts,
     index: int,
 ) -> OutgoingRecord:
-    """One record of item `index`, its checksums computed."""
+    """One record of item `index`."""
     sizes = [layout.record_bytes(section.shard, part=section.part) for section in sections]
     base = sum(sizes[:number])
     length = region.length_bytes if len(sections) == 1 else sizes[number]
@@ -286,5 +285,4 @@ def _outgoing(
         base_bytes=base,
         length_bytes=length,
         block_bytes=kind.block_bytes,
-        crc_table=crc_table_fragments(region.cut(base, length), kind.block_bytes),
     )

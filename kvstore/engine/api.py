@@ -147,7 +147,8 @@ class PutSpec:
         part: 0 for the dense record, 1 + index of the sparse part otherwise.
         payload_bytes: exact length, 0..limits.PAYLOAD_BYTES_MAX.
         block_bytes: checksum block.
-        crc_table: u32 LE per block; None for a streaming writer, which brings it at commit.
+        crc_table: u32 LE per block; None where the words come with the slices, and for a streaming writer, which
+            brings it at commit.
         volatile_ttl_ns: 0 for SSD; else the record lives in RAM only, for so long.
         content_id: zeros, or the id to keep (repair).
         client_id: who writes, for bounds and the owner ttl.
@@ -179,6 +180,13 @@ class PutTicket(Protocol):
     """
 
     buffer: memoryview | None
+
+    def arrived(self, offset: int, length_bytes: int, crcs: bytes) -> None:
+        """So many bytes of the slice at `offset` are in `buffer`: they are checked as far as their blocks are whole.
+
+        Slices come in order. `crcs` has the words of the slice's blocks, where the spec has no table; it may be left
+        out where it has. What does not match is told by `filled`.
+        """
 
     def filled(self) -> None:
         """All bytes of `buffer` are there. Raises ChecksumMismatch (the ticket is aborted) if the table disagrees."""

@@ -13,7 +13,6 @@ from functools import partial
 
 from kvstore.device.base import IoKind, IoOp
 from kvstore.engine.allocator import Allocator
-from kvstore.engine.arena import Arena
 from kvstore.engine.blocking import pages as fresh_pages
 from kvstore.engine.format import SegmentHeader, Superblock, encode_segment_header
 from kvstore.engine.job import IoQueue, Syncer
@@ -21,7 +20,7 @@ from kvstore.engine.ledger import Ledger
 from kvstore.engine.logrecord import encode_commit
 from kvstore.engine.put import Append, Ticket
 from kvstore.engine.segment import OpenSegment, SegmentTable
-from kvstore.limits import DEVICE_IO_BYTES_MAX, IO_VECTORS_MAX, PAGE_BYTES, WRITE_ATTEMPTS_MAX
+from kvstore.limits import IO_VECTORS_MAX, PAGE_BYTES, WRITE_ATTEMPTS_MAX, WRITE_JOIN_BYTES_MAX
 from kvstore.telemetry.metrics import EngineMetrics
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import Refused, RefusedReason
@@ -40,7 +39,6 @@ class Appender:
         *,
         queue: IoQueue,
         syncer: Syncer,
-        arena: Arena,
         allocator: Allocator,
         ledger: Ledger,
         superblock: Superblock,
@@ -54,7 +52,6 @@ class Appender:
         self.needs_room = False
         self.in_flight = 0
         self._syncer = syncer
-        self._arena = arena
         self._table: SegmentTable = allocator.table
         self._superblock = superblock
         self._metrics = metrics
@@ -88,12 +85,12 @@ class Appender:
                     break
                 waiting.popleft()
                 length = item.pages * PAGE_BYTES
-                if group and (not _adjoin(group[-1], item) or group_bytes + length > DEVICE_IO_BYTES_MAX):
+                if group and (not _adjoin(group[-1], item) or group_bytes + length > WRITE_JOIN_BYTES_MAX):
                     self._submit(group)
                     group, group_bytes = [], 0
                 group.append(item)
                 group_bytes += length
-                if len(group) == IO_VECTORS_MAX:
+                if 2 * len(group) >= IO_VECTORS_MAX - 1:  # header and payload of each
                     self._submit(group)
                     group, group_bytes = [], 0
             if group:
@@ -150,8 +147,9 @@ class Appender:
             assert target is not None
             assert header is not None
             item.place_header()
-            end = header.offset + item.pages * PAGE_BYTES
-            buffers.append(self._arena.memory[header.offset : end])
+            buffers.append(header.view)
+            if item.piece is not None:
+                buffers.append(item.piece.view)
         first = group[0]
         assert first.target is not None
         self.in_flight += len(group)

@@ -45,6 +45,7 @@ class History:
         self._fates: U8 = np.zeros(entries_max, dtype=np.uint8)
         self._ticks = np.zeros(entries_max, dtype=np.uint32)
         self._next = 0
+        self._is_full = False  # entries are used for the second time
         self._places = Index(entries_max * 2, seed=seed)  # key -> ring position + 1
 
     def __len__(self) -> int:
@@ -57,8 +58,10 @@ class History:
             return
         at: I64 = (self._next + np.arange(len(keys))) % self._entries_max
         places = (at + 1).astype(np.uint64)
-        # A ring entry's key is forgotten with it, unless a newer event of that key lies elsewhere in the ring.
-        self._places.delete_many(self._keys[at], expected=places)
+        if self._is_full or self._next + len(keys) >= self._entries_max:
+            self._is_full = True
+            # A ring entry's key is forgotten with it, unless a newer event of that key lies elsewhere in the ring.
+            self._places.delete_many(self._keys[at], expected=places)
         self._keys[at] = keys
         self._fates[at] = fate
         self._ticks[at] = tick

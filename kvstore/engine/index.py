@@ -105,21 +105,37 @@ class Index:
     def find(self, key0: int, key1: int) -> int:
         """Slot of a key, -1 where it is absent."""
         mixed = (key0 * self._secret0 + key1 * self._secret1) & _MASK64
-        first = self._directory_scalar[mixed >> self._shift] * PAGE_BUCKETS
+        page = self._directory_scalar[mixed >> self._shift] * _PAGE_KEY_BYTES
         bits = mixed >> _BUCKET_SHIFT
         low = bits & 31
+        half = key0.to_bytes(8, "little")
+        search = self._key0_map.find
+        start = page + low * _BUCKET_KEY_BYTES
+        at = search(half, start, start + _BUCKET_KEY_BYTES)
+        if at < 0:
+            start = page + (low ^ (bits >> 5 & 31 | 1)) * _BUCKET_KEY_BYTES
+            at = search(half, start, start + _BUCKET_KEY_BYTES)
+            if at < 0:
+                return -1
+        slot = at >> 3
+        if not at & 7 and self._key1_scalar[slot] == key1 and self._location_scalar[slot]:
+            return slot
+        return self._find_slowly(key0, key1, page >> 3, bits)
+
+    def _find_slowly(self, key0: int, key1: int, first_slot: int, bits: int) -> int:
+        """`find`, slot by slot: half a key may stand in a bucket twice, or across two slots."""
+        low = bits & 31
         key0s = self._key0_scalar
-        for bucket in (first + low, first + (low ^ (bits >> 5 & 31 | 1))):
-            slot = bucket * BUCKET_SLOTS
+        for bucket in (low, low ^ (bits >> 5 & 31 | 1)):
+            slot = first_slot + bucket * BUCKET_SLOTS
             row = key0s[slot : slot + BUCKET_SLOTS].tolist()
-            if key0 in row:
-                for column in range(BUCKET_SLOTS):
-                    if (
-                        row[column] == key0
-                        and self._key1_scalar[slot + column] == key1
-                        and self._location_scalar[slot + column]
-                    ):
-                        return slot + column
+            for column in range(BUCKET_SLOTS):
+                if (
+                    row[column] == key0
+                    and self._key1_scalar[slot + column] == key1
+                    and self._location_scalar[slot + column]
+                ):
+                    return slot + column
         return -1
 
     def find_few(self, keys16: Sequence[bytes]) -> list[int]:
@@ -260,11 +276,14 @@ class Index:
         Returns:
             Locations removed, 0 where none was. Of equal keys only one answer is not 0.
         """
-        slots = self.find_many(keys)
+        return self.delete_at(self.find_many(keys), expected)
+
+    def delete_at(self, slots: I64, expected: U64 | None = None) -> U64:
+        """`delete_many` of keys whose slots `find_many` has just told."""
         found = slots >= 0
         if expected is not None:
             found &= self.locations[slots] == expected
-        removed = np.zeros(len(keys), dtype=np.uint64)
+        removed = np.zeros(len(slots), dtype=np.uint64)
         chosen = np.flatnonzero(found)
         gone, first = np.unique(slots[chosen], return_index=True)
         removed[chosen[first]] = self.locations[gone]

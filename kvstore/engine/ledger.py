@@ -232,9 +232,12 @@ class Ledger:
         keys = entry_keys(entries)
         spaces = entry_spaces(entries)
         live = self.live_spaces(spaces)
-        self.catalog.erase(keys[~live], locations[~live])
-        gone = np.zeros(len(entries), dtype=np.bool_)
-        gone[live] = self.catalog.evict(keys[live], locations[live], self.tick)
+        if live.all():
+            gone = self.catalog.evict(keys, locations, self.tick)
+        else:
+            self.catalog.erase(keys[~live], locations[~live])
+            gone = np.zeros(len(entries), dtype=np.bool_)
+            gone[live] = self.catalog.evict(keys[live], locations[live], self.tick)
         segments, pages = location_segments(locations[gone]), entries["pages"][gone]
         for segment, space, count in zip(segments.tolist(), spaces[gone].tolist(), pages.tolist(), strict=True):
             self._count(segment, space, -count, -1)

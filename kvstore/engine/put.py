@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.engine.api import POSITION_NONE, Durability, PutSpec, PutTicket
 from kvstore.engine.arena import Piece
+from kvstore.engine.arrival import Arrival
 from kvstore.engine.format import (
     CONTENT_ID_BYTES,
     ENTRY,
@@ -23,7 +24,6 @@ from kvstore.engine.namespaces import index_key
 from kvstore.engine.segment import OpenSegment, namespace_key
 from kvstore.errors import ChecksumMismatch
 from kvstore.limits import PAGE_BYTES
-from kvstore.types.checksum import crcs_match
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import Exists, Refused, RefusedReason, Stored
 
@@ -41,7 +41,7 @@ class Append:
     Attributes:
         pages: of the whole record.
         header: its pages; None once let go.
-        piece: the padded payload, right behind the header in memory; None once let go, and for no bytes.
+        piece: the padded payload; None once let go, and for no bytes.
         power: sync the drive before the commit is logged, and after.
         moving: a copy of a victim's record.
         fixed: its bytes go to the drive as they come, so it cannot be tried in another place.
@@ -230,30 +230,38 @@ class Ticket(Append):
 class Put(Ticket):
     """Ticket of a put whose bytes come into one buffer."""
 
-    __slots__ = ("_verified", "buffer")
+    __slots__ = ("_arrival", "_verified", "buffer")
 
     def __init__(self, writer: Writer, spec: PutSpec) -> None:
         super().__init__(writer, spec)
         self.buffer: memoryview | None = None
+        self._arrival: Arrival | None = None
         self._verified = False
 
-    def grant(self, piece: Piece) -> None:
-        """Give it memory for header and payload."""
-        self.take(piece)
-        self.buffer = self.piece.view[: self.spec.payload_bytes] if self.piece is not None else memoryview(bytearray())
+    def grant(self, header: Piece, piece: Piece | None) -> None:
+        """Give it memory for header and payload: two pieces, whose sizes come back, so the arena need not join them."""
+        self.header, self.piece = header, piece
+        spec = self.spec
+        self.buffer = buffer = piece.view[: spec.payload_bytes] if piece is not None else memoryview(bytearray())
+        self._arrival = Arrival(buffer, block_bytes=spec.block_bytes, crc_table=spec.crc_table)
 
     @property
     def payload(self) -> memoryview | None:
         """All bytes, verified, for readers that accept pending records; hold `piece` while reading."""
         return self.buffer if self.received else None
 
+    def arrived(self, offset: int, length_bytes: int, crcs: bytes) -> None:
+        """See `api.PutTicket.arrived`."""
+        if not self.ended and self._arrival is not None:
+            self._arrival.arrived(offset, length_bytes, crcs)
+
     def filled(self) -> None:
         """See `api.PutTicket.filled`."""
         if self.ended or self._verified:
             return
-        buffer, table = self.buffer, self.spec.crc_table
-        assert buffer is not None, "only a granted ticket is filled"
-        if table is None or not crcs_match(buffer, self.spec.block_bytes, table):
+        assert self._arrival is not None, "only a granted ticket is filled"
+        table = self._arrival.table()
+        if table is None:
             self._writer.metrics.checksum_errors_received += 1
             self.abort()
             raise ChecksumMismatch(
@@ -303,7 +311,7 @@ class Put(Ticket):
         if not self.ended:
             self._writer.metrics.orphan_puts += orphaned
             self._writer.end(self, Refused(RefusedReason.DEADLINE, "the put was given up by its owner"))
-        self.buffer = None
+        self.buffer = self._arrival = None
         self.let_go()
 
 

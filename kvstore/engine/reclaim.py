@@ -160,11 +160,9 @@ class Reclaimer:
     # --- what stays ---------------------------------------------------------------------------------------------------
     def _worthy(self, entries: Entries, locations: U64, tick: float) -> I64 | None:
         """Positions of the records that are written again, in order; None if pinned ones make it not worth while."""
-        keys = entry_keys(entries)
-        catalog = self._ledger.catalog
-        spaces = entry_spaces(entries)
-        valid = np.flatnonzero(catalog.valid(keys, locations) & self._ledger.live_spaces(spaces))
-        pinned = catalog.pinned(keys[valid])
+        is_valid, ticks, is_pinned = self._ledger.catalog.standing(entry_keys(entries), locations)
+        valid = np.flatnonzero(is_valid & self._ledger.live_spaces(entry_spaces(entries)))
+        pinned = is_pinned[valid]
         room = self._allocator.open_room_pages()
         sizes = entries["pages"].astype(np.int64)
         if not self._pays(int(sizes[valid[pinned]].sum()), room):
@@ -172,7 +170,7 @@ class Reclaimer:
         order = valid[
             records_to_keep(
                 locations[valid],
-                catalog.ticks(keys[valid]),
+                ticks[valid],
                 pinned,
                 eviction_tick=tick,
                 budget_bytes=self.budget.allowance_bytes,

@@ -162,7 +162,6 @@ class Store:
         self.appender = Appender(
             queue=queue,
             syncer=self._syncer,
-            arena=arena,
             allocator=self.allocator,
             ledger=self.ledger,
             superblock=superblock,

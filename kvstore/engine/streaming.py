@@ -63,6 +63,10 @@ class StreamingPut(Ticket):
         return None
 
     # --- slices -----------------------------------------------------------------------------------------------------
+    def arrived(self, offset: int, length_bytes: int, crcs: bytes) -> None:
+        """Only tickets with one buffer are told of parts of slices."""
+        raise AssertionError("arrived is for tickets with a buffer")
+
     def filled(self) -> None:
         """Only tickets with one buffer are filled."""
         raise AssertionError("filled is for tickets with a buffer")

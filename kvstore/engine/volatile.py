@@ -8,6 +8,7 @@ from typing import Final
 
 from kvstore.engine.api import Durability, PutSpec, PutTicket
 from kvstore.engine.arena import Piece
+from kvstore.engine.arrival import Arrival
 from kvstore.engine.cache import Cache, RecordFacts
 from kvstore.engine.format import content_id
 from kvstore.errors import ChecksumMismatch, InvalidRequest
@@ -34,15 +35,21 @@ class VolatilePut:
         self._missing = set(range(len(self._table) // _WORD)) if streaming else set()
         self._lent: dict[int, Piece] = {}
         self._crcs: bytes | None = None
+        self._arrival = Arrival(self._payload, block_bytes=spec.block_bytes, crc_table=spec.crc_table)
         self._ended = False
+
+    def arrived(self, offset: int, length_bytes: int, crcs: bytes) -> None:
+        """See `api.PutTicket.arrived`."""
+        if not self._ended:
+            self._arrival.arrived(offset, length_bytes, crcs)
 
     def filled(self) -> None:
         """See `api.PutTicket.filled`."""
         if self._crcs is not None:
             return
-        if self.spec.crc_table is None or make_crc_table(self._payload, self.spec.block_bytes) != self.spec.crc_table:
+        self._crcs = self._arrival.table()
+        if self._crcs is None:
             self._refuse_bytes(0, len(self._payload))
-        self._crcs = self.spec.crc_table
 
     def slice_buffer(self, length_bytes: int, on_memory: Callable[[memoryview | None], None]) -> None:
         """See `api.PutTicket.slice_buffer`; without memory now it calls back with None."""

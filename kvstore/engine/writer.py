@@ -18,7 +18,7 @@ import numpy as np
 from kvstore.engine.allocator import payload_bytes_max
 from kvstore.engine.api import Durability, PutSpec
 from kvstore.engine.appender import Appender
-from kvstore.engine.arena import Arena
+from kvstore.engine.arena import Arena, Piece
 from kvstore.engine.format import Superblock, content_id
 from kvstore.engine.ledger import Ledger
 from kvstore.engine.location import location_pages
@@ -198,21 +198,30 @@ class Writer:
             ticket = streaming
         else:
             put = Put(self, spec)
-            piece = self.arena.allocate(put.pages * PAGE_BYTES)
-            if piece is None and self._memory.reclaim_memory(put.pages * PAGE_BYTES):
-                piece = self.arena.allocate(put.pages * PAGE_BYTES)
-            if piece is None:
+            header = self._allocate(put.header_pages * PAGE_BYTES)
+            if header is None:
                 return False
-            put.grant(piece)
+            piece: Piece | None = None
+            if put.pages > put.header_pages:
+                piece = self._allocate((put.pages - put.header_pages) * PAGE_BYTES)
+                if piece is None:
+                    header.release()
+                    return False
+            put.grant(header, piece)
             ticket = put
         self.pending[ticket.key16] = ticket
         waiting.answer(ticket)
         return True
 
+    def _allocate(self, length_bytes: int) -> Piece | None:
+        """Arena memory, at the cost of the cache if need be."""
+        piece = self.arena.allocate(length_bytes)
+        if piece is None and self._memory.reclaim_memory(length_bytes):
+            piece = self.arena.allocate(length_bytes)
+        return piece
+
     def _grant_streaming(self, ticket: StreamingPut) -> bool:
-        piece = self.arena.allocate(ticket.header_pages * PAGE_BYTES)
-        if piece is None and self._memory.reclaim_memory(ticket.header_pages * PAGE_BYTES):
-            piece = self.arena.allocate(ticket.header_pages * PAGE_BYTES)
+        piece = self._allocate(ticket.header_pages * PAGE_BYTES)
         if piece is None:
             return False
         if not self.appender.place(ticket):
@@ -262,9 +271,7 @@ class Writer:
         if ticket.ended or self.now_ns >= until_ns:
             on_memory(None)
             return True
-        piece = self.arena.allocate(length_bytes)
-        if piece is None and self._memory.reclaim_memory(length_bytes):
-            piece = self.arena.allocate(length_bytes)
+        piece = self._allocate(length_bytes)
         if piece is None:
             return False
         on_memory(ticket.lend(piece, length_bytes))

@@ -27,8 +27,11 @@ class Batch:
 
     __slots__ = ("_blocks", "_crc_ends", "_message", "_positions", "count", "lengths")
 
-    def __init__(self, message: Offer | WriterOpen) -> None:
+    def __init__(self, message: Offer | WriterOpen, *, may_lack_crcs: bool = False) -> None:
         """
+        Args:
+            may_lack_crcs: an OFFER without any CRC tables is one whose words come with the slices of its DATA.
+
         Raises:
             InvalidRequest: The CRC tables do not have the words that lengths and blocks ask for, so that no item's
                 table can be told from the next one's.
@@ -39,7 +42,9 @@ class Batch:
         blocks = unpack_u32(message.block_bytes)
         self._blocks = blocks * self.count if len(blocks) == 1 else blocks
         self._positions = unpack_u32(message.positions)
-        self._crc_ends = self._find_crcs(message.crc_tables) if isinstance(message, Offer) else None
+        self._crc_ends: list[int] | None = None
+        if isinstance(message, Offer) and not (may_lack_crcs and not message.crc_tables):
+            self._crc_ends = self._find_crcs(message.crc_tables)
 
     def key(self, item: int) -> bytes:
         """The record key of an item."""
@@ -75,8 +80,8 @@ class Batch:
         content_id = _NO_ID
         owner_ttl_ns = message.ttl_ns if isinstance(message, WriterOpen) else WRITER_TTL_NS
         if isinstance(message, Offer):
-            assert self._crc_ends is not None
-            crc_table = message.crc_tables[self._crc_ends[item] : self._crc_ends[item + 1]]
+            ends = self._crc_ends
+            crc_table = message.crc_tables[ends[item] : ends[item + 1]] if ends is not None else None
             durability = Durability(message.durability)
             if message.content_ids:
                 content_id = message.content_ids[item * ID_BYTES : (item + 1) * ID_BYTES]

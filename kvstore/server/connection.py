@@ -66,6 +66,9 @@ class Plane(Protocol):
     def wake_engine(self) -> None:
         """The engine has work, though none of its descriptors says so."""
 
+    def gather(self, hand_over: Callable[[], None]) -> None:
+        """Calls `hand_over`, which gives the engine what waits for more of its kind, WRITE_WAVE_NS from now."""
+
     def want_send(self, connection: Connection) -> None:
         """The connection wants a turn to send."""
 
@@ -81,6 +84,7 @@ class Connection:
         flow: class of its requests, from HELLO.
         grant: what its token allows; None is everything, to every tenant.
         ends_with_data: Feature.FINAL_DATA was agreed on.
+        takes_data_crcs: Feature.DATA_CRCS was.
         call: the request in progress.
         due_ns: when it is closed unless something arrives before (HELLO, idle and lingering limits).
         clock: monotonic; for durations, where the time of the turn is too coarse.
@@ -111,6 +115,7 @@ class Connection:
         "is_closed",
         "metrics",
         "session",
+        "takes_data_crcs",
     )
 
     def __init__(self, accepted: socket.socket, plane: Plane, *, due_ns: int, is_admin: bool = False) -> None:
@@ -131,6 +136,7 @@ class Connection:
         self.grant: Grant | None = None
         self.flow = FlowClass.BACKGROUND
         self.ends_with_data = False
+        self.takes_data_crcs = False
         self.call: Call | None = None
         self.due_ns = due_ns
         self.in_turn = False
@@ -235,6 +241,10 @@ class Connection:
     def wake_engine(self) -> None:
         """The engine was given work outside of a request's first frame: let it move in this turn."""
         self._plane.wake_engine()
+
+    def gather(self, hand_over: Callable[[], None]) -> None:
+        """As the data plane's; what goes wrong in `hand_over` ends here."""
+        self._plane.gather(lambda: self.guard(hand_over))
 
     def send_final_data(self, head: bytes, payload: Sequence[memoryview], payload_bytes: int, on_sent: OnSent) -> None:
         """Ends the request in progress with a DATA frame (see `can_answer_at_once`). Raises Unavailable."""
@@ -423,6 +433,7 @@ class Connection:
     def greeted(self, client: Client, flow: FlowClass, features: Feature) -> None:
         """HELLO was accepted, and these features were agreed on."""
         self.ends_with_data = Feature.FINAL_DATA in features
+        self.takes_data_crcs = Feature.DATA_CRCS in features
         self.client = client
         self.flow = flow
         self.channel.reader.allow_bodies(FRAME_BODY_BYTES_MAX)

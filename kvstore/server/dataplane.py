@@ -28,6 +28,7 @@ from kvstore.limits import (
     PUT_WINDOW_BYTES,
     REQUESTS_BYTES_MAX,
     SWEEP_NS,
+    WRITE_WAVE_NS,
 )
 from kvstore.server import lookups
 from kvstore.server.admission import Admission, agreed_version, guarded, own_client_id
@@ -65,7 +66,7 @@ from kvstore.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-FEATURES: Final = Feature.FINAL_DATA
+FEATURES: Final = Feature.FINAL_DATA | Feature.DATA_CRCS
 _NEVER_NS: Final = 1 << 63
 
 
@@ -118,6 +119,7 @@ class DataPlane:
         self._tenant_engines: dict[str, TenantEngine] = {}
         self._is_stopping = False
         self._engine_is_due = False
+        self._gathering: deque[tuple[int, Callable[[], None]]] = deque()  # see `gather`: when, and what is called then
         self._timer_ns = _NEVER_NS  # when the engine wants to be polled
         self._timer_is_stale = True  # a read that is answered from memory sets no timer, all else may
         self._connections: set[Connection] = set()
@@ -213,6 +215,8 @@ class DataPlane:
             self._timer_ns = _NEVER_NS if timer_ns is None else timer_ns
             self._timer_is_stale = False
         due_ns = min(self._timer_ns, self._sweep_ns if self._connections or self._full else _NEVER_NS)
+        if self._gathering:
+            due_ns = min(due_ns, self._gathering[0][0])
         return None if due_ns == _NEVER_NS else max(0, due_ns - self.clock())
 
     def woke(self) -> None:
@@ -222,6 +226,8 @@ class DataPlane:
     def turn(self) -> None:
         """After a round of events: the engine's work, then a turn to send for each connection, then what is overdue."""
         engine = self._engine
+        while self._gathering and self._gathering[0][0] <= self.now_ns:
+            self._gathering.popleft()[1]()
         if engine is not None and (self._engine_is_due or self._timer_ns <= self.now_ns):
             self._engine_is_due = False
             self._timer_is_stale = True
@@ -245,6 +251,10 @@ class DataPlane:
     def wake_engine(self) -> None:
         """The engine has work, though none of its descriptors says so: it is polled in this turn."""
         self._engine_is_due = True
+
+    def gather(self, hand_over: Callable[[], None]) -> None:
+        """Calls `hand_over`, which gives the engine what waits for more of its kind, WRITE_WAVE_NS from now."""
+        self._gathering.append((self.now_ns + WRITE_WAVE_NS, hand_over))
 
     def _engine_ready(self, _: int) -> None:
         self._engine_is_due = True

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore.engine.api import Engine, NamespaceRef, PutTicket
 from kvstore.errors import ChecksumMismatch, InvalidRequest
-from kvstore.limits import PUT_WINDOW_BYTES, PUT_WINDOW_ITEMS, RESULTS_WAIT_NS
+from kvstore.limits import (
+    BATCH_ITEMS_MAX,
+    PUT_WINDOW_BYTES,
+    PUT_WINDOW_ITEMS,
+    RESULTS_WAIT_NS,
+    WRITE_WAVE_BYTES,
+)
 from kvstore.server.batch import Batch
 from kvstore.server.call import Call, shielded
 from kvstore.server.outcomes import Outcomes
@@ -17,9 +23,13 @@ from kvstore.transport.base import Landing
 from kvstore.types.results import Exists, ItemStatus, Refused, RefusedReason, Stored
 from kvstore.wire.header import FrameType
 from kvstore.wire.messages import End, Offer
+from kvstore.wire.slices import Slice
 
 if TYPE_CHECKING:
     from kvstore.server.connection import Connection
+
+
+_FIRST_ITEMS: Final = 4
 
 
 class PutCall(Call):
@@ -46,6 +56,9 @@ class PutCall(Call):
         "_sent_ns",
         "_tickets",
         "_wait_durable",
+        "_wave",
+        "_wave_bytes",
+        "_wave_number",
     )
 
     def __init__(
@@ -78,12 +91,18 @@ class PutCall(Call):
         self._committed: set[int] = set()
         self._tickets: dict[int, PutTicket] = {}
         self._landings: list[Landing] = []
+        self._wave: list[int] = []  # arrived, but not handed over yet
+        self._wave_bytes = 0
+        self._wave_number = 0
         self._outcomes = Outcomes()
         self._sent_ns = now_ns  # when results were sent last
         self._advancing = False
 
     def start(self) -> None:
-        """Opens what the window allows."""
+        """Opens what the window allows. The first few are granted at once, so that the client sends meanwhile."""
+        self._advance(items_max=_FIRST_ITEMS)
+        if self._landings and self._next < self._batch.count:
+            self.connection.send_now()
         self._advance()
         self.connection.request_send()
 
@@ -121,6 +140,7 @@ class PutCall(Call):
         self._give_up("the deadline passed before it was stored; give more time or offer less at once")
 
     def release(self) -> None:
+        self._hand_over()
         self.connection.channel.unfetch()
         self._landings = []
         tickets, self._tickets = self._tickets, {}
@@ -128,20 +148,50 @@ class PutCall(Call):
             ticket.abort()
 
     # --- FetchEvents ------------------------------------------------------------------------------------------------
+    def arrived(self, one: Slice, arrived_bytes: int) -> None:
+        """Some of a slice is in its ticket's buffer."""
+        ticket = self._tickets.get(one.item)
+        if ticket is not None:
+            ticket.arrived(one.offset, arrived_bytes, one.crcs)
+
     def fetched(self, item: int) -> None:
-        """All bytes of an item are in its ticket's buffer."""
-        self.connection.metrics.received_bytes[self.connection.flow] += self._batch.lengths[item]
-        self._filled(item, self._tickets[item])
-        self.connection.wake_engine()
+        """All bytes of an item are in its ticket's buffer. The engine gets several at once while more are coming."""
+        connection = self.connection
+        length = self._batch.lengths[item]
+        connection.metrics.received_bytes[connection.flow] += length
+        wave = self._wave
+        wave.append(item)
+        self._wave_bytes += length
+        if self._wave_bytes >= WRITE_WAVE_BYTES or len(wave) == len(self._tickets):
+            self._hand_over()
+        elif len(wave) == 1:
+            connection.gather(partial(self._hand_over_late, self._wave_number))
+
+    def _hand_over_late(self, wave_number: int) -> None:
+        """Nothing more came soon enough."""
+        if wave_number == self._wave_number:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """The items that have arrived go on, all in one go: one write, one commit."""
+        wave, self._wave, self._wave_bytes = self._wave, [], 0
+        self._wave_number += 1
+        for item in wave:
+            ticket = self._tickets.get(item)
+            if ticket is not None:
+                self._filled(item, ticket)
+        if wave:
+            self.connection.wake_engine()
 
     # --- the way of an item -----------------------------------------------------------------------------------------
-    def _advance(self) -> None:
+    def _advance(self, items_max: int = BATCH_ITEMS_MAX) -> None:
         if self._advancing:
             return  # called back from an item that ended at once: the loop below goes on
         self._advancing = True
         batch = self._batch
+        stop = min(batch.count, self._next + items_max)
         try:
-            while self._next < batch.count and not self.over:
+            while self._next < stop and not self.over:
                 length = batch.lengths[self._next]
                 is_full = self._open_count >= PUT_WINDOW_ITEMS or self._open_bytes + length > PUT_WINDOW_BYTES
                 if self._open_count and is_full:
@@ -242,6 +292,7 @@ class PutCall(Call):
         """Ends every item that has not ended, and the call."""
         if self.over:
             return
+        self._hand_over()  # what has come whole is stored
         committed = set(self._committed)
         self.release()
         self._next = self._batch.count
@@ -269,7 +320,7 @@ def start_offer(
     Raises:
         InvalidRequest: Its parts contradict each other.
     """
-    batch = Batch(offer)
+    batch = Batch(offer, may_lack_crcs=connection.takes_data_crcs and not offer.inline)
     connection.metrics.calls[Verb.PUT] += 1
     inline = payload[0] if payload else memoryview(b"") if offer.inline else None
     if inline is not None and sum(batch.lengths) != len(inline):

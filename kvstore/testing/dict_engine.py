@@ -387,12 +387,20 @@ class DictTicket:
         self._place = place
         self._data = memoryview(bytearray(spec.payload_bytes))
         self._crcs = spec.crc_table or b""
+        self._arrived_crcs: dict[int, bytes] = {}
         self._written = 0
         self._is_over = False
         self.buffer: memoryview | None = None if streaming else self._data
 
+    def arrived(self, offset: int, length_bytes: int, crcs: bytes) -> None:
+        """See `PutTicket.arrived`."""
+        assert offset + length_bytes <= len(self._data)
+        self._arrived_crcs[offset] = crcs
+
     def filled(self) -> None:
         """See `PutTicket.filled`."""
+        if self._spec.crc_table is None:
+            self._crcs = b"".join(crcs for _, crcs in sorted(self._arrived_crcs.items()))
         if crc_table(self._data, self._spec.block_bytes) != self._crcs:
             self.abort()
             raise ChecksumMismatch(f"payload of key {self._spec.key.hex()[:16]} does not match its checksums")

@@ -281,14 +281,14 @@ class LabClient:
         self.start(offer, epoch=epoch, payload=b"".join(values) if offer.inline else b"")
         return self.end_put(values)
 
-    def end_put(self, values: Sequence[bytes]) -> dict[int, tuple[int, str]]:
+    def end_put(self, values: Sequence[bytes], *, with_crcs: bool = False) -> dict[int, tuple[int, str]]:
         """Sends what is granted, takes RESULT until END."""
         ended: dict[int, tuple[int, str]] = {}
         while True:
             frame = self.receive()
             if frame.type is FrameType.GRANT:
                 for item in unpack_u32(Grant.decode(frame.body).items):
-                    self.send_item(item, values[item])
+                    self.send_item(item, values[item], with_crcs=with_crcs)
             elif frame.type is FrameType.RESULT:
                 for item, status, detail in results_of(Result.decode(frame.body)):
                     assert item not in ended, f"item {item} ended twice"
@@ -297,11 +297,12 @@ class LabClient:
                 assert frame.type is FrameType.END
                 return ended
 
-    def send_item(self, item: int, value: bytes, *, slice_bytes: int = 1 << 20) -> None:
+    def send_item(self, item: int, value: bytes, *, slice_bytes: int = 1 << 20, with_crcs: bool = False) -> None:
         """DATA frames with one record, a slice each."""
         for at in range(0, len(value), slice_bytes):
             piece = value[at : at + slice_bytes]
-            one = Slice(item, at, len(piece), 0, at + len(piece) == len(value), NO_CONTENT_ID, len(value), 65536, b"")
+            crcs = crc_table(piece, 65536) if with_crcs else b""
+            one = Slice(item, at, len(piece), 0, at + len(piece) == len(value), NO_CONTENT_ID, len(value), 65536, crcs)
             self.send_slices([one], piece)
 
     def send_slices(self, slices: Sequence[Slice], payload: bytes, *, frame_type: FrameType = FrameType.DATA) -> None:

@@ -154,8 +154,9 @@ class StoreRig:
         commit: bool = True,
         deadline_ns: int = DEADLINE_NS,
         client_id: bytes = b"rig",
+        arriving: bytes | None = None,
     ) -> PutResult:
-        """Open a put; once granted its bytes arrive at once, and it is committed."""
+        """Open a put; once granted its bytes arrive at once (others with `arriving`), and it is committed."""
         result = PutResult()
         spec = PutSpec(
             namespace=ref,
@@ -177,7 +178,7 @@ class StoreRig:
                 return
             result.ticket = answer
             assert answer.buffer is not None
-            answer.buffer[:] = payload
+            answer.buffer[:] = payload if arriving is None else arriving
             answer.filled()
             if commit:
                 answer.commit(on_received=lambda: setattr(result, "received", True), on_done=result.outcomes.append)

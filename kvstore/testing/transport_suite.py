@@ -70,9 +70,20 @@ class Joint(Protocol):
 
 @dataclass(slots=True)
 class Fetched:
-    """`FetchEvents` that remembers."""
+    """`FetchEvents` that remembers.
+
+    Attributes:
+        items: complete ones, in order.
+        ends: up to where each item's bytes were said to be there.
+    """
 
     items: list[int] = field(default_factory=list)
+    ends: dict[int, int] = field(default_factory=dict)
+
+    def arrived(self, one: Slice, arrived_bytes: int) -> None:
+        """Some of a slice is there."""
+        assert 0 < arrived_bytes <= one.length_bytes
+        self.ends[one.item] = max(self.ends.get(one.item, 0), one.offset + arrived_bytes)
 
     def fetched(self, item: int) -> None:
         """An item is complete."""

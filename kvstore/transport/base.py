@@ -63,6 +63,12 @@ class Landing:
 class FetchEvents(Protocol):
     """Who is told about the payload of granted puts."""
 
+    def arrived(self, one: Slice, arrived_bytes: int) -> None:
+        """So many bytes of a slice are in its landing: told now and then while it arrives, at the end with all of it.
+
+        The bytes are in the CPU's cache now, so this is the moment to check them.
+        """
+
     def fetched(self, item: int) -> None:
         """All bytes of a landing are there."""
 

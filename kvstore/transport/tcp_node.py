@@ -5,9 +5,10 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvstore.errors import InvalidRequest
+from kvstore.limits import PAYLOAD_WAKE_BYTES
 from kvstore.transport.base import FetchEvents, Landing
 from kvstore.transport.tcp import TcpChannel
 from kvstore.wire.body import MemoryBudget
@@ -15,6 +16,8 @@ from kvstore.wire.frames import Frame, FrameReader
 from kvstore.wire.header import FrameType
 from kvstore.wire.messages import Grant
 from kvstore.wire.slices import Slice
+
+_ANY: Final = 1  # SO_RCVLOWAT: a byte is enough
 
 
 class OtherPayload(Protocol):
@@ -41,7 +44,16 @@ class _Progress:
 class TcpNodeChannel(TcpChannel):
     """See `kvstore.transport.base.NodeChannel`."""
 
-    __slots__ = ("_events", "_landings", "_other", "_placed_count", "_request_id", "_unfetched_id")
+    __slots__ = (
+        "_arriving",
+        "_events",
+        "_landings",
+        "_other",
+        "_placed_count",
+        "_request_id",
+        "_unfetched_id",
+        "_wake_bytes",
+    )
 
     def __init__(
         self,
@@ -65,10 +77,39 @@ class TcpNodeChannel(TcpChannel):
         self._request_id = 0
         self._placed_count = 0  # frames with payload that have begun
         self._unfetched_id = -1  # request whose payload nobody wants any more; -1 is none's
+        self._arriving: Slice | None = None  # the one slice of the DATA frame in progress
+        self._wake_bytes = _ANY
+
+    def on_readable(self) -> list[Frame]:
+        """See `Channel.on_readable`. Tells of payload on its way, and lets the kernel gather some before the next call.
+
+        A wake-up costs as much as receiving 50 KiB, so while much of a frame is missing the socket counts as readable
+        only when PAYLOAD_WAKE_BYTES of it, or the rest, have come.
+        """
+        frames = super().on_readable()
+        if self._landings or self._wake_bytes != _ANY:
+            reader = self.reader
+            missing = reader.wanted_bytes if reader.in_payload else 0
+            arriving = self._arriving
+            if arriving is not None and 0 < missing < arriving.length_bytes:
+                assert self._events is not None
+                self._events.arrived(arriving, arriving.length_bytes - missing)
+            self._wake_at(min(missing, PAYLOAD_WAKE_BYTES) or _ANY)
+        return frames
+
+    def _wake_at(self, length_bytes: int) -> None:
+        if length_bytes != self._wake_bytes:
+            self._wake_bytes = length_bytes
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, length_bytes)
 
     @property
     def progress(self) -> tuple[object, ...] | None:
-        """How far the peer is with what is expected of it: to read, or to send on; None when nothing is."""
+        """How far the peer is with what is expected of it: to read, or to send on; None when nothing is.
+
+        Asked now and then: from then on any byte counts, so that one who sends slowly is seen to send.
+        """
+        if self.fileno() >= 0:
+            self._wake_at(_ANY)
         position = self.reader.position
         if position is None and not self._landings and not self.writer.pending_bytes:
             return None
@@ -103,6 +144,7 @@ class TcpNodeChannel(TcpChannel):
         if self._events is not None:
             self._events = None
             self._unfetched_id = self._request_id
+        self._arriving = None
         if self._landings:
             self._landings = {}
             self.reader.divert()
@@ -115,12 +157,16 @@ class TcpNodeChannel(TcpChannel):
     def place(self, frame: Frame) -> Sequence[memoryview] | None:
         """PayloadSink of this connection's reader."""
         self._placed_count += 1
+        self._arriving = None
         if frame.type is not FrameType.DATA:
             return self._other.place_other(frame)
         if not self._other.accepts_data(frame) or frame.request_id == self._unfetched_id:
             frame.slices = []
             return self.reader.scratch_views(frame.payload_bytes)
-        return [self._place(one) for one in frame.slices]
+        slices = frame.slices
+        if len(slices) == 1:
+            self._arriving = slices[0]
+        return [self._place(one) for one in slices]
 
     def landed(self, frame: Frame) -> None:
         """A DATA frame is complete: tells which items have all their bytes."""
@@ -128,10 +174,11 @@ class TcpNodeChannel(TcpChannel):
             progress = self._landings.get(one.item)
             if progress is None:
                 continue  # an item of this frame ended the call for the others
+            assert self._events is not None
+            self._events.arrived(one, one.length_bytes)
             progress.filled_bytes += one.length_bytes
             if progress.filled_bytes == len(progress.buffer):
                 del self._landings[one.item]
-                assert self._events is not None
                 self._events.fetched(one.item)
 
     def _place(self, one: Slice) -> memoryview:

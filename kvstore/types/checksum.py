@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 from fastcrc import crc32
 
@@ -29,6 +29,8 @@ class Crc32c(Protocol):
 # the library's own function, without one of ours around it: it is called for every block of every record
 crc32c = _crc32c = cast("Crc32c", crc32.iscsi)
 _U32 = struct.Struct("<I")
+_LENGTH_KNOWN_MAX: Final = 1 << 20
+"""Up to here the cuts of a length are kept: some KiB for each, at the smallest blocks."""
 
 
 def block_count(length_bytes: int, block_bytes: int) -> int:
@@ -47,9 +49,7 @@ def crc_table(data: Buffer, block_bytes: int) -> bytes:
     _check_block_bytes(block_bytes)
     if length <= block_bytes:
         return _U32.pack(_crc32c(view, 0)) if length else b""
-    crc = _crc32c
-    words = [crc(view[at : at + block_bytes], 0) for at in range(0, length, block_bytes)]
-    return _words(len(words)).pack(*words)
+    return _table_of(view, length, block_bytes)
 
 
 def crcs_match(payload: memoryview, block_bytes: int, crcs: bytes | memoryview) -> bool:
@@ -58,13 +58,24 @@ def crcs_match(payload: memoryview, block_bytes: int, crcs: bytes | memoryview) 
     crc = _crc32c
     if length <= block_bytes:
         return crc(payload, 0).to_bytes(4, "little") == crcs if length else not crcs
-    words = [crc(payload[at : at + block_bytes], 0) for at in range(0, length, block_bytes)]
-    return _words(len(words)).pack(*words) == crcs
+    return _table_of(payload, length, block_bytes) == crcs
 
 
-@lru_cache(maxsize=256)
-def _words(count: int) -> struct.Struct:
-    return struct.Struct(f"<{count}I")
+@lru_cache(maxsize=64)
+def _blocks(length_bytes: int, block_bytes: int) -> tuple[struct.Struct, tuple[slice, ...]]:
+    """Where the blocks of so many bytes lie, and the form of their table."""
+    cuts = tuple(slice(at, min(at + block_bytes, length_bytes)) for at in range(0, length_bytes, block_bytes))
+    return struct.Struct(f"<{len(cuts)}I"), cuts
+
+
+def _table_of(view: memoryview, length_bytes: int, block_bytes: int) -> bytes:
+    """The table of a flat view. No loop in Python: it would cost as much as the checksums of small blocks."""
+    if length_bytes > _LENGTH_KNOWN_MAX:
+        crc = _crc32c
+        words = [crc(view[at : at + block_bytes], 0) for at in range(0, length_bytes, block_bytes)]
+        return struct.pack(f"<{len(words)}I", *words)
+    form, cuts = _blocks(length_bytes, block_bytes)
+    return form.pack(*map(_crc32c, map(view.__getitem__, cuts)))
 
 
 def crc_table_fragments(fragments: Sequence[Buffer], block_bytes: int) -> bytes:

@@ -66,6 +66,8 @@ class Feature(IntFlag):
     NONE = 0
     FINAL_DATA = 1
     """A GET all of whose items are hits may end with its last DATA frame (slices.FLAG_FINAL) instead of END."""
+    DATA_CRCS = 2
+    """An OFFER may leave its CRC tables out: the words come with the slices of its DATA."""
 
 
 # --- the connection -------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from kvstore.wire.messages import (
     AdminReply,
     Cancel,
     End,
+    Feature,
     Grant,
     Result,
     Wait,
@@ -75,6 +76,57 @@ def stored(engine: DictEngine, namespace: NamespaceRef, number: int) -> bytes | 
 
 
 # --- OFFER ----------------------------------------------------------------------------------------------------------
+def test_checksums_may_come_with_the_data(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
+    values = [os.urandom(size) for size in (0, 1, 65537, MiB, 3 * MiB + 5)]
+    keys = [key_of(number) for number in range(len(values))]
+    client = lab.client(features=Feature.DATA_CRCS)
+    client.start(client.offer(namespace.digest, keys, values, crc_tables=b""))
+    assert client.end_put(values, with_crcs=True) == dict.fromkeys(range(len(values)), STORED)
+    assert [stored(engine, namespace, number) for number in range(len(values))] == values
+
+
+def test_wrong_or_missing_checksums_of_the_data_refuse_the_item_alone(
+    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
+) -> None:
+    values = [os.urandom(MiB), os.urandom(70_000), os.urandom(70_000)]
+    client = lab.client(features=Feature.DATA_CRCS)
+    client.start(client.offer(namespace.digest, [key_of(number) for number in range(3)], values, crc_tables=b""))
+    assert len(unpack_u32(client.expect(Grant).items)) == 3
+    whole = Slice(0, 0, MiB, 0, True, NO_CONTENT_ID, MiB, 65536, crc_table(values[0], 65536))
+    client.send_slices([whole._replace(crcs=bytes(4) + whole.crcs[4:])], values[0])
+    plain = Slice(1, 0, 70_000, 0, True, NO_CONTENT_ID, 70_000, 65536, b"")
+    client.send_slices([plain], values[1])
+    client.send_slices([plain._replace(item=2, crcs=crc_table(values[2], 65536))], values[2])
+    ended = client.end_put(values)
+    assert [ended[item][0] for item in range(3)] == [RefusedReason.INVALID, RefusedReason.INVALID, ItemStatus.STORED]
+    assert stored(engine, namespace, 0) is stored(engine, namespace, 1) is None
+
+
+def test_only_those_who_agreed_leave_checksums_out_of_an_offer(lab: PlaneLab, namespace: NamespaceRef) -> None:
+    value = os.urandom(5000)
+    with pytest.raises(InvalidRequest, match="crc_tables"):
+        lab.client().put(namespace.digest, [key_of(1)], [value], crc_tables=b"")
+    with pytest.raises(InvalidRequest, match="crc_tables"):
+        lab.client(features=Feature.DATA_CRCS).put(namespace.digest, [key_of(1)], [value], crc_tables=b"", inline=True)
+
+
+def test_a_slow_sender_is_seen_to_send(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
+    value = os.urandom(MiB)
+    client = lab.client()
+    client.start(client.offer(namespace.digest, [key_of(1)], [value], deadline_ns=600 * SECOND_NS))
+    client.expect(Grant)
+    one = Slice(0, 0, MiB, 0, True, NO_CONTENT_ID, MiB, 65536, b"")
+    rest = client.send_torn([one], value, 200)
+    for _ in range(4):  # far less than the node lets the kernel gather
+        client.send_raw(rest[:1000])
+        rest = rest[1000:]
+        lab.clock_ns += PEER_STALL_NS * 2 // 3
+        lab.turn()
+        lab.turn()
+    client.send_raw(rest)
+    assert client.end_put([value]) == {0: STORED}
+
+
 def test_records_of_every_size_are_stored(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
     values = [os.urandom(size) for size in (0, 1, 4096, 65537, MiB, MiB + 1, 3 * MiB)]
     keys = [key_of(number) for number in range(len(values))]
