@@ -19,9 +19,10 @@ from kvstore.engine.catalog import Catalog
 from kvstore.engine.job import IoQueue
 from kvstore.engine.loads import Flight, Loader
 from kvstore.engine.location import DEPTH_BITS, PAGE_BITS, PAGES_BITS
+from kvstore.engine.packing import pack
 from kvstore.engine.request import Request
 from kvstore.engine.segment import SegmentTable
-from kvstore.engine.verify import Fault, pack_records
+from kvstore.engine.verify import Fault
 from kvstore.limits import (
     DIGEST_BYTES,
     PAGE_BYTES,
@@ -32,12 +33,9 @@ from kvstore.limits import (
     SLICES_PER_FRAME_MAX,
 )
 from kvstore.telemetry.metrics import EngineMetrics
-from kvstore.wire.slices import encode_fields
 
 _PLACE_SHIFT: Final = PAGES_BITS + DEPTH_BITS
-_SEGMENT_SHIFT: Final = PAGE_BITS + _PLACE_SHIFT
 _PAGES_MASK: Final = (1 << PAGES_BITS) - 1
-_PAGE_MASK: Final = (1 << PAGE_BITS) - 1
 _READ: Final = IoKind.READ
 _RECORD_PAGES_MAX: Final = SLICE_BYTES_MAX // PAGE_BYTES + 1
 """With at least one page of header, no such record is longer than one slice."""
@@ -45,17 +43,8 @@ _RUN_PAGES_MAX: Final = READ_COALESCE_BYTES // PAGE_BYTES
 _PAYLOAD_PAGES_MAX: Final = PARCEL_BYTES_MAX // PAGE_BYTES
 
 
-class _Run:
-    """Neighbours that are read with one operation: wants from `first` on, at byte `at` of the parcel's memory."""
-
-    __slots__ = ("at", "error", "first", "offset", "segment")
-
-    def __init__(self, first: int, at: int, offset: int, segment: int) -> None:
-        self.first = first
-        self.at = at
-        self.offset = offset
-        self.segment = segment
-        self.error: OSError | None = None
+_Starts = list[tuple[int, int, int]]
+"""Where runs begin, each read with one operation: (number among the wants, byte in memory, place on the drive)."""
 
 
 class Parcel:
@@ -64,7 +53,8 @@ class Parcel:
     Attributes:
         request: whom it is for.
         wants: (location, the request's index) of its records, in the order of their places in memory.
-        runs: what was read with one operation each.
+        starts: of its runs.
+        errors: of operations that failed, by their offset on the drive.
         left: operations that have not completed.
         flights: its records one by one, once it goes the general way.
         generations: of the segments it was read from, by number, as they were when it landed.
@@ -74,32 +64,38 @@ class Parcel:
         "_parcels",
         "body",
         "count",
+        "errors",
         "flights",
         "generations",
-        "is_failed",
         "left",
         "length_bytes",
         "payload",
         "payload_bytes",
         "piece",
         "request",
-        "runs",
+        "starts",
         "version",
         "wants",
     )
 
     def __init__(
-        self, parcels: Parcels, request: Request, wants: Sequence[tuple[int, int]], piece: Piece, version: int
+        self,
+        parcels: Parcels,
+        request: Request,
+        wants: Sequence[tuple[int, int]],
+        starts: _Starts,
+        piece: Piece,
+        version: int,
     ) -> None:
         self._parcels = parcels
         self.request = request
         self.wants = wants
-        self.runs: list[_Run] = []
+        self.starts = starts
         self.piece = piece
         self.length_bytes = len(piece.view)
         self.version = version
-        self.left = 0
-        self.is_failed = False
+        self.left = len(starts)
+        self.errors: dict[int, OSError] = {}
         self.flights: list[Flight] = []
         self.generations: dict[int, int] = {}
         self.body = b""
@@ -121,14 +117,11 @@ class Parcel:
             self._parcels.landed(self)
 
     def _erred(self, op: IoOp) -> None:
-        if op.error is None:
+        if op.error is not None:
+            self.errors[op.offset] = op.error
+        else:
             # Behind the allocated end of the drive: what stands in memory there is somebody else's old bytes.
             op.buffers[0][op.done_bytes :] = bytes(op.length_bytes - op.done_bytes)
-            return
-        self.is_failed = True
-        for run in self.runs:
-            if run.offset == op.offset:
-                run.error = op.error
 
     def unpack(self) -> None:
         """See `loads.Bundle`."""
@@ -187,46 +180,44 @@ class Parcels:
             return False
         request.next_want = end
         request.staged_bytes += length
-        parcel = Parcel(self, request, wants[at:end], piece, self._catalog.version)
+        parcel = Parcel(self, request, wants[at:end], starts, piece, self._catalog.version)
         self._loader.flights.update(dict.fromkeys([location for location, _ in parcel.wants], parcel))
-        self._submit(parcel, starts, length)
+        self._submit(parcel, starts)
         return True
 
-    def _choose(self, wants: Sequence[tuple[int, int]], at: int) -> tuple[list[tuple[int, int]], int, int]:
-        """The records of the next parcel, from number `at` on: where its runs begin, its end, its pages.
-
-        A run begins at (number among the parcel's records, byte in its memory).
-        """
+    def _choose(self, wants: Sequence[tuple[int, int]], at: int) -> tuple[_Starts, int, int]:
+        """The records of the next parcel, from number `at` on: its runs, its end among the wants, its pages."""
         flights = self._loader.flights
-        starts: list[tuple[int, int]] = []
-        room, pages, run_pages, next_place, end = _PAYLOAD_PAGES_MAX, 0, 0, -1, at
+        starts: _Starts = []
+        most = _PAYLOAD_PAGES_MAX + 1  # each record has a page of header at least
+        pages = run_from = 0
+        next_place = -1
+        end = at
         for location, _ in wants[at : at + SLICES_PER_FRAME_MAX]:
             more = location >> DEPTH_BITS & _PAGES_MASK
-            room -= more - 1
-            if location in flights or more > _RECORD_PAGES_MAX or (room < 0 and pages):
+            if pages + more > most and pages:
+                break
+            if more > _RECORD_PAGES_MAX or location in flights:
                 break
             place = location >> _PLACE_SHIFT
-            run_pages += more
-            if place != next_place or run_pages > _RUN_PAGES_MAX:
-                starts.append((end - at, pages * PAGE_BYTES))
-                run_pages = more
+            if place != next_place or pages + more - run_from > _RUN_PAGES_MAX:
+                starts.append((end - at, pages * PAGE_BYTES, place))
+                run_from = pages
             next_place = place + more
             pages += more
+            most += 1
             end += 1
         return starts, end, pages
 
-    def _submit(self, parcel: Parcel, starts: Sequence[tuple[int, int]], length: int) -> None:
-        table, wants, view, runs, done = self._table, parcel.wants, parcel.piece.view, parcel.runs, parcel.done
+    def _submit(self, parcel: Parcel, starts: _Starts) -> None:
+        table, view, done = self._table, parcel.piece.view, parcel.done
         submit, flow = self._queue.submit, parcel.request.spec.flow
-        parcel.left = count = len(starts)
-        for number, (first, at) in enumerate(starts, 1):
-            place = wants[first][0] >> _PLACE_SHIFT
-            segment = place >> PAGE_BITS
-            table.hold(segment)
-            offset = table.offset(segment, place & _PAGE_MASK)
-            runs.append(_Run(first, at, offset, segment))
-            until = length if number == count else starts[number][1]
+        offsets = table.offsets([place for _, _, place in starts])
+        table.hold_all([place >> PAGE_BITS for _, _, place in starts])
+        cuts = [at for _, at, _ in starts]
+        for offset, at, until in zip(offsets, cuts, [*cuts[1:], parcel.length_bytes], strict=True):
             submit(IoOp(_READ, offset, (view[at:until],), flow=flow, owner=done))
+        count = len(starts)
         self._loader.operations += count
         self._loader.started += count
         self._metrics.read_ios += count
@@ -234,20 +225,21 @@ class Parcels:
     # --- landing -----------------------------------------------------------------------------------------------------
     def landed(self, parcel: Parcel) -> None:
         """All of it has been read, or has failed to be."""
-        if parcel.flights or parcel.is_failed:
+        if parcel.flights or parcel.errors:
             self._hand_over(parcel)
             return
-        loader, table, request = self._loader, self._table, parcel.request
-        loader.operations -= len(parcel.runs)
-        flights, generations, generation = loader.flights, parcel.generations, table.generation
-        for location, _ in parcel.wants:
-            del flights[location]
-        for run in parcel.runs:
-            # from here on the segment may be evicted: these are the bytes of the one that it was
-            segment = run.segment
-            if segment not in generations:
-                generations[segment] = int(generation[segment])
-            table.release(segment)
+        loader, table, request, wants = self._loader, self._table, parcel.request, parcel.wants
+        flights = loader.flights
+        if len(flights) == len(wants):
+            flights.clear()
+        else:
+            for location, _ in wants:
+                del flights[location]
+        # from here on the segments may be evicted: these are the bytes of those that they were
+        segments = [place >> PAGE_BITS for _, _, place in parcel.starts]
+        parcel.generations = {segment: int(table.generation[segment]) for segment in set(segments)}
+        table.release_all(segments)
+        loader.operations -= len(segments)
         if request.closed:
             parcel.release()
         else:
@@ -257,10 +249,10 @@ class Parcels:
         """Let others join its records, each as a flight: from here on it goes the general way."""
         request, flights = parcel.request, self._loader.flights
         keys, ref = request.keys, request.spec.namespace
-        starts = {run.first for run in parcel.runs}
+        firsts = {first for first, _, _ in parcel.starts}
         at = 0
         for number, (location, index) in enumerate(parcel.wants):
-            if number in starts:
+            if number in firsts:
                 at = 0
             length = (location >> DEPTH_BITS & _PAGES_MASK) * PAGE_BYTES
             key = keys[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
@@ -275,13 +267,17 @@ class Parcels:
         """Its runs end as if each had been a load of its own."""
         if not parcel.flights:
             self.unpack(parcel)
-        runs = parcel.runs
-        ends = [*(run.at for run in runs[1:]), parcel.length_bytes]
-        pieces = parcel.piece.split([end - run.at for run, end in zip(runs, ends, strict=True)])
-        lasts = [*(run.first for run in runs[1:]), len(parcel.flights)]
-        for run, last, piece in zip(runs, lasts, pieces, strict=True):
+        starts = parcel.starts
+        ends = [*((first, at) for first, at, _ in starts[1:]), (len(parcel.flights), parcel.length_bytes)]
+        pieces = parcel.piece.split([until - at for (_, at, _), (_, until) in zip(starts, ends, strict=True)])
+        offsets = self._table.offsets([place for _, _, place in starts])
+        for (first, _, place), (last, _), piece, offset in zip(starts, ends, pieces, offsets, strict=True):
             self._loader.take_over(
-                parcel.flights[run.first : last], piece, run.segment, starter=parcel.request, error=run.error
+                parcel.flights[first:last],
+                piece,
+                place >> PAGE_BITS,
+                starter=parcel.request,
+                error=parcel.errors.get(offset),
             )
 
     # --- checking ----------------------------------------------------------------------------------------------------
@@ -291,12 +287,10 @@ class Parcels:
         What is not right is read once more, the general way, where it lies then.
         """
         request = parcel.request
-        fields, tables, payload, faults = pack_records(
-            parcel.piece.view, parcel.wants, request.keys, request.spec.namespace, parcel.generations
-        )
-        if faults:
-            self._part_with(parcel, faults)
-        parcel.count = count = len(tables)
+        packed = pack(parcel.piece.view, parcel.wants, request.keys, request.spec.namespace, parcel.generations)
+        if packed.faults:
+            self._part_with(parcel, packed.faults)
+        count = packed.count
         self._metrics.read_records += count
         if self._loader.has_suspects:
             for location, _ in parcel.wants:
@@ -304,9 +298,8 @@ class Parcels:
         if not count:
             parcel.release()
             return False
-        parcel.body = encode_fields(fields, tables)
-        parcel.payload = payload
-        parcel.payload_bytes = sum(map(len, payload))
+        parcel.body, parcel.count, parcel.payload = packed.body, count, packed.payload
+        parcel.payload_bytes = sum(map(len, packed.payload))
         request.packed(parcel.wants)
         return True
 

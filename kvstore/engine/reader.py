@@ -39,7 +39,7 @@ from kvstore.types.checksum import crcs_match
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import MissReason
 
-_FEW_KEYS: Final = 64
+_FEW_KEYS: Final = 32
 _WATCHED_MIN: Final = 256
 _ARENA_SHARE: Final = 4  # a record longer than a quarter of the arena would wait for long until so much is free
 _WINDOW_OPENS_BYTES: Final = READ_WINDOW_BYTES * 3 // 4

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.engine.format import ENTRY_BYTES, ENTRY_DTYPE, Entries, Superblock, index_block_count
+from kvstore.engine.location import PAGE_BITS
 from kvstore.limits import PAGE_BYTES
 
 
@@ -160,6 +161,27 @@ class SegmentTable:
         if holds == 0 and segment in self._when_unheld:
             for action in self._when_unheld.pop(segment):
                 action()
+
+    def hold_all(self, segments: Sequence[int]) -> None:
+        """`hold` of each; one may stand there several times."""
+        holds = self._holds
+        for segment in segments:
+            holds[segment] += 1
+
+    def release_all(self, segments: Sequence[int]) -> None:
+        """`release` of each."""
+        if self._when_unheld:
+            for segment in segments:
+                self.release(segment)
+            return
+        holds = self._holds
+        for segment in segments:
+            holds[segment] -= 1
+
+    def offsets(self, places: Sequence[int]) -> list[int]:
+        """Byte offsets on the drive of pages, each given as segment << PAGE_BITS | page."""
+        start, length, shift, mask = self._start, self.segment_bytes, PAGE_BITS, (1 << PAGE_BITS) - 1
+        return [start + (place >> shift) * length + (place & mask) * PAGE_BYTES for place in places]
 
     def when_unheld(self, segment: int, action: Callable[[], None]) -> None:
         """Do something once no read holds the segment; now if none does. New holds must not come any more."""

@@ -8,7 +8,7 @@ needs at once and takes locations apart in place, because it runs for every reco
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Final, Protocol
 
@@ -16,7 +16,7 @@ from kvstore.engine.api import NamespaceRef
 from kvstore.engine.cache import RecordFacts
 from kvstore.engine.format import CRC_TABLE_AT, RECORD_MAGIC
 from kvstore.engine.location import DEPTH_BITS, PAGE_BITS, PAGES_BITS
-from kvstore.limits import DIGEST_BYTES, PAGE_BYTES, PAYLOAD_BYTES_MAX
+from kvstore.limits import PAGE_BYTES, PAYLOAD_BYTES_MAX
 from kvstore.types.checksum import crc32c, crcs_match
 
 # magic, CRC, header pages, part, block, payload, segment generation, segment, page, position, CRC words, content id,
@@ -24,10 +24,10 @@ from kvstore.types.checksum import crc32c, crcs_match
 _HEADER: Final = struct.Struct("<4sIHHIQQII4xI16s32s64x32sQ")
 # The same, with what a run of records has in common left as bytes: magic, CRC, shape (header pages, part, block,
 # payload), segment generation, segment, page, CRC words, content id, key, space (namespace, its generation)
-_RUN_HEADER: Final = struct.Struct("<4sI16sQII4xI16s32s64x40s")
+RUN_HEADER: Final = struct.Struct("<4sI16sQII4xI16s32s64x40s")
 _SHAPE: Final = struct.Struct("<HHIQ")
-_GENERATION: Final = struct.Struct("<Q")
-_CRC_COVERS_FROM: Final = 8
+GENERATION: Final = struct.Struct("<Q")
+CRC_COVERS_FROM: Final = 8
 _PLACE_SHIFT: Final = PAGES_BITS + DEPTH_BITS
 _PAGES_MASK: Final = (1 << PAGES_BITS) - 1
 
@@ -69,7 +69,7 @@ def check_header(
         generation,
     ) = _HEADER.unpack_from(data)
     end = header_pages * PAGE_BYTES
-    if magic != RECORD_MAGIC or end > len(data) or crc32c(data[_CRC_COVERS_FROM:end]) != crc:
+    if magic != RECORD_MAGIC or end > len(data) or crc32c(data[CRC_COVERS_FROM:end]) != crc:
         return Fault.CORRUPT
     if generation_found != segment_generation or (segment << PAGE_BITS | page) != location >> _PLACE_SHIFT:
         return Fault.CORRUPT
@@ -116,23 +116,23 @@ def check_run(
         ref: of them all.
     """
     found: list[RecordFacts | Fault] = []
-    unpack, magic_wanted = _RUN_HEADER.unpack_from, RECORD_MAGIC
-    space_wanted = ref.digest + _GENERATION.pack(ref.generation)
+    unpack, magic_wanted = RUN_HEADER.unpack_from, RECORD_MAGIC
+    space_wanted = ref.digest + GENERATION.pack(ref.generation)
     known: tuple[bytes, int, int] | None = None
-    layout: _Layout | None = None
+    layout: Layout | None = None
     header_pages = header_bytes = table_end = block_bytes = record_bytes = 0
     for one in wanted:
         at, location = one.at, one.location
         magic, crc, shape, generation, segment, page, crc_count, content_id, key, space = unpack(view, at)
         if known != (shape, crc_count, one.length_bytes):
             known = (shape, crc_count, one.length_bytes)
-            layout = _layout(*known)
+            layout = record_layout(*known)
             if layout is not None:
                 header_pages, header_bytes, table_end, block_bytes, record_bytes = layout
         if (
             layout is None
             or magic != magic_wanted
-            or crc32c(view[at + _CRC_COVERS_FROM : at + header_bytes]) != crc
+            or crc32c(view[at + CRC_COVERS_FROM : at + header_bytes]) != crc
             or generation != segment_generation
             or segment << PAGE_BITS | page != location >> _PLACE_SHIFT
         ):
@@ -151,78 +151,11 @@ def check_run(
     return found
 
 
-def pack_records(
-    view: memoryview,
-    wants: Sequence[tuple[int, int]],
-    keys: bytes,
-    ref: NamespaceRef,
-    generations: Mapping[int, int],
-) -> tuple[list[int | bytes], list[bytes], list[memoryview], list[tuple[int, Fault]]]:
-    """Check whole records that lie one behind the other in memory, as `check_run`, and describe them for the wire.
-
-    Args:
-        view: the padded records.
-        wants: (location, index of the key) of each, in order.
-        keys: 32 bytes each.
-        ref: of them all.
-        generations: of the segments, by number.
-
-    Returns:
-        The fields of a slice (`wire.slices`) of each good record in one list, their CRC tables, their payloads where
-        there is any; and (place in `wants`, why) of each that is not.
-    """
-    fields: list[int | bytes] = []
-    tables: list[bytes] = []
-    payloads: list[memoryview] = []
-    faults: list[tuple[int, Fault]] = []
-    unpack, magic_wanted, crc_of = _RUN_HEADER.unpack_from, RECORD_MAGIC, crc32c
-    space_wanted = ref.digest + _GENERATION.pack(ref.generation)
-    known: tuple[bytes, int, int] | None = None
-    layout: _Layout | None = None
-    header_bytes = table_end = block_bytes = record_bytes = 0
-    at = 0
-    for number, (location, index) in enumerate(wants):
-        magic, crc, shape, generation, segment, page, crc_count, content_id, key, space = unpack(view, at)
-        length = (location >> DEPTH_BITS & _PAGES_MASK) * PAGE_BYTES
-        if known != (shape, crc_count, length):
-            known = (shape, crc_count, length)
-            layout = _layout(*known)
-            if layout is not None:
-                _, header_bytes, table_end, block_bytes, record_bytes = layout
-        start = at + header_bytes
-        if (
-            layout is None
-            or magic != magic_wanted
-            or crc_of(view[at + _CRC_COVERS_FROM : start]) != crc
-            or segment << PAGE_BITS | page != location >> _PLACE_SHIFT
-            or generation != generations[segment]
-        ):
-            faults.append((number, Fault.CORRUPT))
-        elif key != keys[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES] or space != space_wanted:
-            faults.append((number, Fault.OTHER))
-        else:
-            crcs = bytes(view[at + CRC_TABLE_AT : at + table_end])
-            payload = view[start : start + record_bytes]
-            if (
-                crc_of(payload).to_bytes(4, "little") == crcs
-                if crc_count == 1
-                else crcs_match(payload, block_bytes, crcs)
-            ):
-                fields += (index, 0, record_bytes, 0, 1, crc_count, content_id, record_bytes, block_bytes)
-                tables.append(crcs)
-                if record_bytes:
-                    payloads.append(payload)
-            else:
-                faults.append((number, Fault.CORRUPT))
-        at += length
-    return fields, tables, payloads, faults
-
-
-_Layout = tuple[int, int, int, int, int]
+Layout = tuple[int, int, int, int, int]
 """Header pages, their bytes, end of the CRC table, checksum block, payload bytes."""
 
 
-def _layout(shape: bytes, crc_count: int, length_bytes: int) -> _Layout | None:
+def record_layout(shape: bytes, crc_count: int, length_bytes: int) -> Layout | None:
     """What a header says of lengths, None where that is not of a record of `length_bytes` padded bytes."""
     header_pages, _, block_bytes, record_bytes = _SHAPE.unpack(shape)
     table_end = CRC_TABLE_AT + 4 * crc_count
@@ -241,4 +174,4 @@ def header_pages_of(data: memoryview) -> int:
     """Header pages that a first header page claims, unverified; 0 where it is no header."""
     if len(data) < PAGE_BYTES or bytes(data[:4]) != RECORD_MAGIC:
         return 0
-    return int(struct.unpack_from("<H", data, _CRC_COVERS_FROM)[0])
+    return int(struct.unpack_from("<H", data, CRC_COVERS_FROM)[0])

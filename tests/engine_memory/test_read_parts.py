@@ -13,6 +13,7 @@ from kvstore.engine.explain import gone, stored, unknown
 from kvstore.engine.format import RecordHeader, decode_record_header, encode_record_header, header_page_count
 from kvstore.engine.history import Event, Fate
 from kvstore.engine.location import pack_location
+from kvstore.engine.packing import pack
 from kvstore.engine.readplan import covering_blocks, ranges_per_record
 from kvstore.engine.verify import Fault, check_header, check_run, header_pages_of
 from kvstore.engine.waits import Waits
@@ -20,6 +21,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.limits import ACCESS_TICK_NS, MS_NS, PAGE_BYTES, RANGES_PER_ITEM_MAX, SECOND_NS
 from kvstore.types.checksum import crc_table, crcs_match
 from kvstore.types.results import MissReason
+from kvstore.wire.slices import Slice, decode_slices
 
 ranges = st.lists(st.tuples(st.integers(0, 50_000), st.integers(0, 20_000)), max_size=8)
 
@@ -156,20 +158,48 @@ def one_by_one(data: memoryview, read: Read, generation: int) -> RecordFacts | F
     return facts
 
 
+def check_packed(view: memoryview, reads: list[Read], alone: list[RecordFacts | Fault]) -> None:
+    """What `pack` says of them is what was found of each alone."""
+    keys = b"".join(read.key for read in reversed(reads))
+    wants = [(read.location, len(reads) - 1 - at) for at, read in enumerate(reads)]
+    packed = pack(view, wants, keys, REF, {5: 11})
+    assert list(packed.faults) == [(at, found) for at, found in enumerate(alone) if isinstance(found, Fault)]
+    good = [(at, found) for at, found in enumerate(alone) if isinstance(found, RecordFacts)]
+    total = sum(map(len, packed.payload))
+    slices = decode_slices(packed.body, count=packed.count, payload_bytes=total) if good else []
+    expected = [
+        Slice(wants[at][1], 0, one.record_bytes, 0, True, one.content_id, one.record_bytes, one.block_bytes, one.crcs)
+        for at, one in good
+    ]
+    assert slices == expected
+    payload = [
+        bytes(view[start : start + one.record_bytes])
+        for at, one in good
+        if one.record_bytes and (start := reads[at].at + one.header_pages * PAGE_BYTES)
+    ]
+    assert [bytes(one) for one in packed.payload] == payload
+    assert len(pack(view, wants, keys, REF, {5: 12}).faults) == len(reads)
+
+
+some_lengths = st.sampled_from([0, 1, 4096, 9000, 70_000])
+
+
 @given(
-    st.lists(st.sampled_from([0, 1, 4096, 9000, 70_000]), min_size=1, max_size=6),
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 80_000), st.integers(0, 7)), max_size=3),
-    st.lists(st.sampled_from(["", "key", "place", "longer"]), min_size=6, max_size=6),
+    st.lists(some_lengths, min_size=1, max_size=6)
+    | st.builds(lambda length, count: [length] * count, some_lengths, st.integers(8, 12)),
+    st.lists(st.tuples(st.integers(0, 11), st.integers(0, 80_000), st.integers(0, 7)), max_size=3),
+    st.lists(st.sampled_from(["", "key", "place", "longer"]), min_size=12, max_size=12) | st.just([""] * 12),
+    st.sampled_from([4096, 128 * 1024]),
 )
 def test_a_run_is_checked_as_each_of_its_records_alone(
-    lengths: list[int], flips: list[tuple[int, int, int]], changes: list[str]
+    lengths: list[int], flips: list[tuple[int, int, int]], changes: list[str], block_bytes: int
 ) -> None:
     parts: list[bytearray] = []
     reads: list[Read] = []
     page = at = 0
     for number, length in enumerate(lengths):
         payload = bytes([number + 1]) * length
-        pages = header_page_count(length, 4096) + -(-length // PAGE_BYTES)
+        pages = header_page_count(length, block_bytes) + -(-length // PAGE_BYTES)
         header = RecordHeader(
             key=bytes([number]) * 32,
             parent=bytes(32),
@@ -182,9 +212,9 @@ def test_a_run_is_checked_as_each_of_its_records_alone(
             page=9 + page,
             segment_generation=11,
             payload_bytes=length,
-            block_bytes=4096,
-            content_id=b"c" * 16,
-            crc_table=crc_table(payload, 4096),
+            block_bytes=block_bytes,
+            content_id=bytes([number]) * 16,
+            crc_table=crc_table(payload, block_bytes),
             written_ns=1,
         )
         record = bytearray(pages * PAGE_BYTES)
@@ -207,6 +237,7 @@ def test_a_run_is_checked_as_each_of_its_records_alone(
     view = memoryview(b"".join(parts))
     alone = [one_by_one(view[read.at : read.at + read.length_bytes], read, 11) for read in reads]
     assert check_run(view, reads, REF, 11) == alone
+    check_packed(view, reads, alone)
     assert check_run(view, reads, REF, 12) == [Fault.CORRUPT] * len(reads)
 
 
