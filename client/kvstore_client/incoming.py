@@ -78,10 +78,15 @@ class IncomingRecord:
         self._arrived: list[tuple[int, int]] | None = None
 
     def has_come(self, content_id: bytes) -> None:
-        """All of it, as long as its room, has come and matched its checksums somewhere else."""
+        """All of it, as long as its room, has come and matched its checksums before."""
+        self.has_come_until(content_id, self._room_bytes)
+        self.status = HIT
+
+    def has_come_until(self, content_id: bytes, end_bytes: int) -> None:
+        """The same of its first bytes; the record is as long as its room."""
         self.content_id = content_id
         self.record_bytes = self._room_bytes
-        self.status = HIT
+        self._whole_until = end_bytes
 
     def restart(self) -> None:
         """Forgets what arrived, before the record is asked for again."""

@@ -1,4 +1,4 @@
-"""The answer to a straight read as it flows in: frame after frame, whole records into the caller's memory.
+"""The answer to a straight read as it flows in: frame after frame, records into the caller's memory.
 
 Everything is compared and every checksum computed as the general way does (`loads`, `incoming`), but without an object
 for each frame, slice and record. It stops at whatever it does not expect, with the bytes of that frame, for the general
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Final
 
 from kvstore.errors import KVStoreError
 from kvstore.limits import IO_VECTORS_MAX
 from kvstore.types.checksum import crc32c
-from kvstore.wire.expected import WholeRecords
+from kvstore.wire.expected import LongRecords, WholeRecords, epoch_of
 from kvstore.wire.header import HEADER_BYTES
 from kvstore_client.connection import Connection
 from kvstore_client.waiting import first_bytes
@@ -32,48 +32,59 @@ _Memory = memoryview | bytearray
 class Inflow:
     """The frames of one read on a connection, which no one else receives from.
 
+    What records are expected is for a subclass to know.
+
     Attributes:
         done: Content id of each item that has come whole and matched its checksums, so far.
+        begun: Content id of each item of which so many bytes from its start have come and matched, but not all.
         epoch: The node's view, in the last frame; 0 when it named none.
     """
 
     __slots__ = (
+        "_begin",
         "_blocks_max",
         "_connection",
         "_deadline_ns",
         "_rearm_at_ns",
         "_receive",
-        "_records",
         "_request_id",
         "_views",
+        "begun",
         "done",
         "epoch",
     )
 
     def __init__(
-        self, connection: Connection, records: WholeRecords, views: Sequence[memoryview], request_id: int
+        self,
+        connection: Connection,
+        views: Sequence[memoryview],
+        request_id: int,
+        *,
+        begin: Callable[[bytearray, int], tuple[int, int, bool] | None],
+        block_bytes: int,
     ) -> None:
         """
         Args:
             connection: The request was sent on it; its deadline is ours.
-            records: What is expected.
             views: Where each item belongs.
             request_id: Of the request.
+            begin: As `WholeRecords.begin`.
+            block_bytes: Of the pieces of memory that `_open` gives, about.
         """
+        assert connection.quick is not None, "the node ends reads with data only where that was agreed on"
         self._connection = connection
-        self._records = records
         self._views = views
         self._request_id = request_id
-        assert connection.quick is not None, "the node ends reads with data only where that was agreed on"
+        self._begin = begin
         self._receive = connection.quick[1]
         self._deadline_ns = connection.deadline_ns
         # from when on the kernel's timeout is too long for what is left; at once when it is too short, or none
         armed_ns = connection.receive_timeout_ns
         is_enough = armed_ns >= self._deadline_ns - _now_ns()
         self._rearm_at_ns = self._deadline_ns - armed_ns + (armed_ns >> 6) if is_enough else 0
-        mean_bytes = records.record_bytes // max(1, len(records.cuts))
-        self._blocks_max = min(IO_VECTORS_MAX - 1, max(1, _PIECE_BYTES // mean_bytes))
+        self._blocks_max = min(IO_VECTORS_MAX - 1, max(1, _PIECE_BYTES // block_bytes))
         self.done: dict[int, bytes] = {}
+        self.begun: dict[int, tuple[bytes, int]] = {}
         self.epoch = 0
 
     def receive(self) -> bytes | None:
@@ -82,13 +93,12 @@ class Inflow:
         It stops at a frame that is not expected, is garbled, or does not come whole: the deadline has passed, or the
         connection broke, which whoever goes on will see for themselves.
         """
-        records, views, done = self._records, self._views, self.done
         head, behind = bytearray(HEADER_BYTES), bytearray(HEADER_BYTES)
         came = self._fill((head,), HEADER_BYTES)
         if came < HEADER_BYTES:
             return bytes(head[:came])
         while True:
-            frame = records.begin(head, self._request_id)
+            frame = self._begin(head, self._request_id)
             if frame is None:
                 return bytes(head)
             count, body_bytes, is_final = frame
@@ -96,37 +106,33 @@ class Inflow:
             came = self._fill((body,), body_bytes)
             if came < body_bytes:
                 return bytes(head + body[:came])
-            opened = records.open(head, body, count)
-            if opened is None:
+            opened = self._open(head, body, count)
+            if opened is None or (is_final and not self._would_end()):
                 return bytes(head + body)
-            items, content_ids, words = opened
-            if (
-                max(items) >= len(views)
-                or len(set(items)) != count
-                or not done.keys().isdisjoint(items)
-                or (is_final and len(done) + count != len(views))
-            ):
-                return bytes(head + body)
-            blocks = self._blocks_of(items)
+            blocks, words = opened
             came = self._take(blocks, words, None if is_final else behind)
             if came >= 0:
                 return b"".join((head, body, *first_bytes([*blocks, memoryview(behind)], came)))
-            done.update(zip(items, content_ids, strict=True))
+            self._note_arrived()
             if is_final:
-                self.epoch = records.epoch(head)
+                self.epoch = epoch_of(head)
                 return None
             head, behind = behind, head
 
-    def _blocks_of(self, items: Sequence[int]) -> list[memoryview]:
-        """The checksum blocks of some items, in order. Loops in C: there may be hundreds for each frame."""
-        views = list(map(self._views.__getitem__, items))
-        cuts = self._records.cuts
-        if not cuts:
-            return views
-        blocks: list[memoryview] = []
-        for view in views:
-            blocks += map(view.__getitem__, cuts)
-        return blocks
+    def _open(self, head: bytearray, body: bytearray, count: int) -> tuple[list[memoryview], list[int]] | None:
+        """The checksum blocks of the caller's memory that a frame fills, in order, and their CRC words.
+
+        None for a frame that is not expected.
+        """
+        raise NotImplementedError
+
+    def _would_end(self) -> bool:
+        """Whether with the frame that `_open` has seen all items are done."""
+        raise NotImplementedError
+
+    def _note_arrived(self) -> None:
+        """The frame that `_open` has seen has come, and matched its checksums."""
+        raise NotImplementedError
 
     def _take(self, blocks: list[memoryview], words: list[int], behind: bytearray | None) -> int:
         """Receives and checks the payload of a frame, and the header behind it when there is to be one.
@@ -178,6 +184,90 @@ class Inflow:
         self._connection.arm_receive(left_ns + (left_ns >> 8))
         self._rearm_at_ns = self._deadline_ns - left_ns + (left_ns >> 7)
         return True
+
+
+class WholeInflow(Inflow):
+    """Records that each come in one slice, in any order and grouping. Loops in C: there may be hundreds in a frame."""
+
+    __slots__ = ("_arriving", "_records")
+
+    def __init__(
+        self, connection: Connection, records: WholeRecords, views: Sequence[memoryview], request_id: int
+    ) -> None:
+        """As `Inflow`; each of `views` is as long as each of `records`."""
+        block_bytes = records.record_bytes // max(1, len(records.cuts))
+        super().__init__(connection, views, request_id, begin=records.begin, block_bytes=block_bytes)
+        self._records = records
+        self._arriving: tuple[Sequence[int], Sequence[bytes]] = ((), ())
+
+    def _open(self, head: bytearray, body: bytearray, count: int) -> tuple[list[memoryview], list[int]] | None:
+        opened = self._records.open(head, body, count)
+        if opened is None:
+            return None
+        items, content_ids, words = opened
+        if max(items) >= len(self._views) or len(set(items)) != count or not self.done.keys().isdisjoint(items):
+            return None
+        self._arriving = items, content_ids
+        views = list(map(self._views.__getitem__, items))
+        cuts = self._records.cuts
+        if not cuts:
+            return views, words
+        blocks: list[memoryview] = []
+        for view in views:
+            blocks += map(view.__getitem__, cuts)
+        return blocks, words
+
+    def _would_end(self) -> bool:
+        return len(self.done) + len(self._arriving[0]) == len(self._views)
+
+    def _note_arrived(self) -> None:
+        self.done.update(zip(*self._arriving, strict=True))
+
+
+class LongInflow(Inflow):
+    """Records that come in several slices: those of each in order, next to those of others, in any cut."""
+
+    __slots__ = ("_arriving", "_records")
+
+    def __init__(
+        self, connection: Connection, records: LongRecords, views: Sequence[memoryview], request_id: int
+    ) -> None:
+        """As `Inflow`; each of `views` is as long as each of `records`."""
+        super().__init__(connection, views, request_id, begin=records.begin, block_bytes=records.block_bytes)
+        self._records = records
+        self._arriving: dict[int, tuple[bytes, int]] = {}
+
+    def _open(self, head: bytearray, body: bytearray, count: int) -> tuple[list[memoryview], list[int]] | None:
+        slices = self._records.open(head, body, count)
+        if slices is None:
+            return None
+        arriving: dict[int, tuple[bytes, int]] = {}
+        self._arriving = arriving
+        size = self._records.block_bytes
+        blocks: list[memoryview] = []
+        words: list[int] = []
+        for item, offset, length, _, _, content_id, _, _, crcs in slices:
+            if item >= len(self._views) or item in self.done:
+                return None
+            if (arriving.get(item) or self.begun.get(item) or (content_id, 0)) != (content_id, offset):
+                return None
+            end = offset + length
+            arriving[item] = content_id, end
+            view = self._views[item][offset:end]
+            blocks += [view[at : at + size] for at in range(0, length, size)]
+            words += memoryview(crcs).cast("I")
+        return blocks, words
+
+    def _would_end(self) -> bool:
+        ends = sum(until == self._records.record_bytes for _, until in self._arriving.values())
+        return len(self.done) + ends == len(self._views)
+
+    def _note_arrived(self) -> None:
+        self.begun.update(self._arriving)
+        for item, (content_id, until) in self._arriving.items():
+            if until == self._records.record_bytes:
+                self.done[item] = content_id
+                del self.begun[item]
 
 
 def _behind(buffers: Sequence[_Memory], count: int) -> list[memoryview]:

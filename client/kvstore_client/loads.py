@@ -38,6 +38,7 @@ class Begun(NamedTuple):
         slices: what has come to where it belongs, when some of it was garbled.
         deadline_ns: of the call.
         done: content id of each item that has come whole, verified, in frames before.
+        begun: as `done`, of each item of which so many bytes from its start have come.
     """
 
     target: TargetId
@@ -45,6 +46,7 @@ class Begun(NamedTuple):
     slices: Sequence[Slice]
     deadline_ns: int
     done: Mapping[int, bytes] = MappingProxyType({})
+    begun: Mapping[int, tuple[bytes, int]] = MappingProxyType({})
 
 
 class LoadJob(Job):
@@ -150,16 +152,17 @@ class LoadJob(Job):
         if self._may_re_ask and any(record.is_doubtful for record in self.records):
             connection.close()  # whatever garbles bytes there shall not do it to the second try
 
-    def is_asked_on(self, link: TargetLink, connection: Connection, done: Mapping[int, bytes]) -> None:
-        """Before the first run: the request was sent on this connection already, which the job holds from now on.
-
-        Args:
-            done: Content id of each record that has come whole and matched its checksums.
-        """
+    def is_asked_on(self, link: TargetLink, connection: Connection) -> None:
+        """Before the first run: the request was sent on this connection already, which the job holds from now on."""
         self.begun_on = (link, connection)
         self._is_asked = self._has_run = True
-        for item, content_id in done.items():
+
+    def keep(self, begun: Begun) -> None:
+        """Before the first run: what of the records has come and matched its checksums."""
+        for item, content_id in begun.done.items():
             self.records[item].has_come(content_id)
+        for item, (content_id, until) in begun.begun.items():
+            self.records[item].has_come_until(content_id, until)
 
     def take_over(self, frame_slices: Sequence[Slice]) -> None:
         """Before the first run: these slices have come, one for each record, to where the records belong; some were

@@ -122,7 +122,8 @@ def _go_on(jobs: Sequence[LoadJob], begun: Begun) -> None:
     """Tells the one job of a read what has been done for it."""
     (job,) = jobs
     if begun.connection is not None:
-        job.is_asked_on(*begun.connection, begun.done)
+        job.is_asked_on(*begun.connection)
+        job.keep(begun)
     else:
         job.take_over(begun.slices)
 

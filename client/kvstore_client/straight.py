@@ -13,13 +13,13 @@ from operator import attrgetter
 from typing import Final, cast
 
 from kvstore.errors import KVStoreError
-from kvstore.limits import BATCH_ITEMS_MAX, SLICE_BYTES_MAX
+from kvstore.limits import BATCH_ITEMS_MAX, PAYLOAD_BYTES_MAX, SLICE_BYTES_MAX
 from kvstore.types.results import Hit, Miss, hits_of
-from kvstore.wire.expected import get_body, whole_records
+from kvstore.wire.expected import LongRecords, get_body, whole_records
 from kvstore.wire.header import FrameType
 from kvstore_client.blocking import BlockingDriver
 from kvstore_client.core import ClientCore
-from kvstore_client.inflow import Inflow
+from kvstore_client.inflow import Inflow, LongInflow, WholeInflow
 from kvstore_client.loads import Begun, node_deadline_ns
 from kvstore_client.regions import Item, region_of
 
@@ -46,7 +46,7 @@ def plain_views(buffers: Sequence[Item], key_count: int) -> Sequence[memoryview]
                 return None
             views += pieces
     lengths = set(map(len, views))
-    return views if len(lengths) == 1 and 0 < lengths.pop() <= SLICE_BYTES_MAX else None
+    return views if len(lengths) == 1 and 0 < lengths.pop() <= PAYLOAD_BYTES_MAX else None
 
 
 def read_straight(
@@ -87,12 +87,16 @@ def read_straight(
             return None
         body = get_body(namespace, keys, node_deadline_ns(deadline_ns - now_ns))
         request_id = connection.send_at_once(FrameType.GET, body)
-        inflow = Inflow(connection, whole_records(length, block_bytes), views, request_id)
+        inflow: Inflow
+        if length <= SLICE_BYTES_MAX:
+            inflow = WholeInflow(connection, whole_records(length, block_bytes), views, request_id)
+        else:
+            inflow = LongInflow(connection, LongRecords(length, block_bytes), views, request_id)
         rest = inflow.receive()
         if rest is not None:
             connection.give_back_bytes(rest)
             is_kept = True
-            return Begun(target, (link, connection), (), deadline_ns, inflow.done)
+            return Begun(target, (link, connection), (), deadline_ns, inflow.done, inflow.begun)
         connection.end_at_once(inflow.epoch)
     except KVStoreError:
         has_broken = True

@@ -10,6 +10,7 @@ import struct
 from functools import lru_cache
 from typing import Final
 
+from kvstore.errors import InvalidRequest
 from kvstore.limits import (
     BATCH_ITEMS_MAX,
     DIGEST_BYTES,
@@ -20,7 +21,7 @@ from kvstore.limits import (
 from kvstore.types.checksum import crc32c
 from kvstore.wire.codec import pack_fields, unpack_fields
 from kvstore.wire.header import HEADER_BYTES, MAGIC, VERSION, FrameType
-from kvstore.wire.slices import DESCRIPTOR_BYTES, FLAG_FINAL, FLAG_LAST
+from kvstore.wire.slices import DESCRIPTOR_BYTES, FLAG_FINAL, FLAG_LAST, Slice, decode_slices
 
 _PLAIN: Final = (b"", b"", b"", 0, False, False)  # the fields of a GET behind its deadline: whole records, any copy
 _GET_FIELDS: Final = 3 + len(_PLAIN)
@@ -101,11 +102,6 @@ class WholeRecords:
             return count, body_bytes, count != flags
         return None
 
-    @staticmethod
-    def epoch(head: bytearray) -> int:
-        """The node's view, as the header of any frame names it."""
-        return int.from_bytes(head[_EPOCH_AT : _EPOCH_AT + 8], "little")
-
     def open(
         self, head: bytearray, body: bytearray, count: int
     ) -> tuple[tuple[int, ...], tuple[bytes, ...], list[int]] | None:
@@ -113,15 +109,74 @@ class WholeRecords:
 
         None when the body is another one, or it or its header were changed on the way: somebody else judges that.
         """
-        view = memoryview(body)
-        if crc32c(view, crc32c(head[:_CRC_AT])) != int.from_bytes(head[_CRC_AT:], "little"):
+        if not _is_as_sent(head, body):
             return None
+        view = memoryview(body)
         at = count * DESCRIPTOR_BYTES
         items, befores, content_ids, rests = zip(*_SLICE.iter_unpack(view[:at]), strict=True)
         if befores.count(self._before) != count or rests.count(self._rest) != count:
             return None
         # in the machine's byte order: where that is not the wire's nothing matches, and all is read the general way
         return items, content_ids, view[at:].cast("I").tolist()
+
+
+class LongRecords:
+    """The DATA frames that bring records of one length in several slices, of any length.
+
+    Attributes:
+        record_bytes: of each record.
+        block_bytes: the checksum block of all of them.
+    """
+
+    __slots__ = ("block_bytes", "record_bytes")
+
+    def __init__(self, record_bytes: int, block_bytes: int) -> None:
+        self.record_bytes = record_bytes
+        self.block_bytes = block_bytes
+
+    def begin(self, head: bytearray, request_id: int) -> tuple[int, int, bool] | None:
+        """As `WholeRecords.begin`."""
+        start, answered_id, body_bytes, payload_bytes, _, flags, _ = _HEADER.unpack(head)
+        count = flags & ~FLAG_FINAL
+        if (
+            start == DATA_START
+            and answered_id == request_id
+            and 0 < count <= SLICES_PER_FRAME_MAX
+            and 0 < payload_bytes <= FRAME_PAYLOAD_BYTES_MAX
+            and body_bytes <= count * (DESCRIPTOR_BYTES + 4) + payload_bytes // self.block_bytes * 4
+        ):
+            return count, body_bytes, count != flags
+        return None
+
+    def open(self, head: bytearray, body: bytearray, count: int) -> list[Slice] | None:
+        """The slices of a frame that `begin` knows; None as from `WholeRecords.open`."""
+        if not _is_as_sent(head, body):
+            return None
+        try:
+            slices = decode_slices(body, count=count, payload_bytes=_HEADER.unpack(head)[3])
+        except InvalidRequest:
+            return None
+        for one in slices:
+            is_last = one.offset + one.length_bytes == self.record_bytes
+            if (
+                one.status
+                or not one.crcs
+                or one.last != is_last
+                or one.record_bytes != self.record_bytes
+                or one.block_bytes != self.block_bytes
+                or (one.length_bytes % self.block_bytes and not is_last)
+            ):
+                return None
+        return slices
+
+
+def _is_as_sent(head: bytearray, body: bytearray) -> bool:
+    return crc32c(body, crc32c(head[:_CRC_AT])) == int.from_bytes(head[_CRC_AT:], "little")
+
+
+def epoch_of(head: bytearray) -> int:
+    """The node's view, as the header of any frame names it."""
+    return int.from_bytes(head[_EPOCH_AT : _EPOCH_AT + 8], "little")
 
 
 @lru_cache(maxsize=64)

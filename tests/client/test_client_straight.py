@@ -15,7 +15,7 @@ from kvstore.types.namespace import Namespace
 from kvstore.types.results import MissReason
 from kvstore.wire import messages as m
 from kvstore.wire.codec import pack_fields
-from kvstore.wire.expected import get_body, plain_get, whole_records
+from kvstore.wire.expected import epoch_of, get_body, plain_get, whole_records
 from kvstore.wire.header import FrameType, encode_head
 from kvstore.wire.messages import Get
 from kvstore.wire.slices import FLAG_FINAL, Slice, encode_slices
@@ -323,7 +323,7 @@ def test_what_is_expected_is_what_a_reader_reads(items, size, block) -> None:
     records = whole_records(size, block)
     assert records.begin(head, 9) == (count, len(body), True)
     assert records.begin(head, 8) is None
-    assert records.epoch(head) == 4
+    assert epoch_of(head) == 4
     words = [word for one in slices for word in struct.unpack(f"<{len(one.crcs) // 4}I", one.crcs)]
     assert records.open(head, bytearray(body), count) == (
         tuple(items),
