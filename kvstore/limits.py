@@ -130,6 +130,9 @@ MOVES_IN_FLIGHT_MAX: Final = 16  # records of a victim that are read and written
 OWNER_SWEEP_NS: Final = 250 * MS_NS  # how soon a put without an owner is noticed
 WRITE_ATTEMPTS_MAX: Final = 2  # a record whose write failed is tried once more, in another segment
 WRITERS_PER_CLIENT_MAX: Final = 64
+QUOTA_TRIM_SHARE: Final = 0.95  # of a tenant's quota: beyond, its oldest records go
+QUOTA_TRIM_TO_SHARE: Final = 0.9
+TRIM_RECORDS_MAX: Final = 4_096  # of a tenant, forgotten in one turn
 WRITER_BYTES_PER_CLIENT_MAX: Final = 1 * GiB
 WRITER_TTL_NS: Final = 30 * SECOND_NS
 PIN_TTL_NS_MAX: Final = 600 * SECOND_NS
@@ -193,6 +196,9 @@ WORKER_STOP_GRACE_NS: Final = 5 * SECOND_NS
 WORKER_BACKOFF_NS_MIN: Final = 200 * MS_NS
 WORKER_BACKOFF_NS_MAX: Final = 10 * SECOND_NS
 WORKER_HEALTHY_NS: Final = 60 * SECOND_NS
+WORKER_PULSE_NS: Final = 2 * SECOND_NS  # between two signs of life
+WORKER_PULSE_WAIT_NS: Final = 5 * SECOND_NS
+WORKER_SILENCES_MAX: Final = 4  # then it hangs: 28 s, longer than any call that its drives may hold up
 EDGE_CONNECTIONS_MAX: Final = 1_024
 EDGE_FIRST_BYTES_NS: Final = 10 * SECOND_NS
 EDGE_IDLE_NS: Final = 600 * SECOND_NS  # of a relayed connection; gRPC's own traffic keeps one alive that is in use
@@ -251,6 +257,7 @@ CHAIN_REQUESTS_MAX: Final = 64  # work requests of one post
 
 # --- telemetry -------------------------------------------------------------------------------------------------
 SERIES_MAX: Final = 300
+TENANT_SERIES_MAX: Final = 12  # tenants with series of their own, three each
 
 assert SLICE_BYTES_MAX <= FRAME_PAYLOAD_BYTES_MAX
 assert CHECKSUM_BYTES_MAX <= SLICE_BYTES_MAX, "a checksum block must fit one slice"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 from kvstore.device.base import Device
 from kvstore.engine.blocking import BlockingIo, pages
 from kvstore.engine.format import UUID_BYTES, Superblock
+from kvstore.engine.identity import NO_CLUSTER, check_cluster
 from kvstore.engine.superblock import (
     change_capacity,
+    clear_fresh,
     plan_superblock,
     read_superblock,
     refuse_foreign,
@@ -37,9 +40,10 @@ def prepare_drive(
         capacity_bytes: 0 takes the device's size. Another one than before grows or shrinks the store; records in
             segments beyond the new end are lost.
         segment_bytes: for a new store; 0 takes the default. An existing store keeps its own.
+        cluster_id: whose the drive is from now on; zeros leave it as it is.
 
     Raises:
-        FormatUnsupported: something else is on the drive, or a newer format.
+        FormatUnsupported: something else is on the drive, a newer format, or it is of another cluster.
         InvalidRequest: the capacity is out of bounds.
         Unavailable: the drive fails.
     """
@@ -51,6 +55,7 @@ def prepare_drive(
         found = read_superblock(io)
         if found is None:
             refuse_foreign(io, name)
+            clear_fresh(io)
             superblock = plan_superblock(
                 capacity_bytes=capacity, segment_bytes=segment_bytes, cluster_id=cluster_id, created_ns=time.time_ns()
             )
@@ -60,11 +65,20 @@ def prepare_drive(
         if found.bad_copies:
             _log.warning("%s: superblock copy %s was damaged and is written anew", name, found.bad_copies)
             repair_superblocks(io, found)
-        if found.superblock.capacity_bytes == capacity:
-            return found.superblock
-        return _resize(io, found.superblock, capacity)
+        superblock = _claim(io, found.superblock, cluster_id, name)
+        return superblock if superblock.capacity_bytes == capacity else _resize(io, superblock, capacity)
     except OSError as error:
         raise Unavailable(f"{name}: the drive failed while it was opened ({error}); check it") from error
+
+
+def _claim(io: BlockingIo, superblock: Superblock, cluster_id: bytes, name: str) -> Superblock:
+    """A store without cluster becomes one of this cluster; raises FormatUnsupported for one of another."""
+    check_cluster(superblock, cluster_id, name)
+    if cluster_id in (NO_CLUSTER, superblock.cluster_id):
+        return superblock
+    claimed = replace(superblock, cluster_id=cluster_id, revision=superblock.revision + 1)
+    write_superblocks(io, claimed)
+    return claimed
 
 
 def _resize(io: BlockingIo, old: Superblock, capacity_bytes: int) -> Superblock:

@@ -9,7 +9,7 @@ import os
 import select
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 
 from kvstore.device.base import Device
+from kvstore.device.health import DriveHealth
 from kvstore.device.probe import open_device
 from kvstore.device.queue import DispatchQueue
 from kvstore.engine import explain as fates
@@ -29,6 +30,7 @@ from kvstore.engine.estimate import DayMeter, LoadEstimator
 from kvstore.engine.explain import KeyFate
 from kvstore.engine.glance import Glance
 from kvstore.engine.hooks import Hooks
+from kvstore.engine.identity import NO_CLUSTER, refuse_foreign_file
 from kvstore.engine.loads import Loader
 from kvstore.engine.location import U64, location_page_counts
 from kvstore.engine.namespaces import index_key, index_keys
@@ -37,6 +39,7 @@ from kvstore.engine.pins import Pins
 from kvstore.engine.policy import TickClock
 from kvstore.engine.reader import Reader
 from kvstore.engine.store import RecoveryReport, Store
+from kvstore.engine.usage import TenantUse
 from kvstore.engine.volatile import VolatilePuts
 from kvstore.engine.waits import Waits
 from kvstore.engine.warming import Warming
@@ -74,6 +77,7 @@ class EngineSettings:
         amplification_max: bound of bytes written over bytes put.
         endurance_bytes_day: what the drive is rated for, shown beside what is written; 0 is not set.
         device, queue_depth: see `kvstore.device.probe.open_device`.
+        cluster_id: whose the drive is, 16 bytes; zeros are nobody's.
         prefault: touch all RAM at start.
         warming: a thread touches it instead, while requests are served.
     """
@@ -87,6 +91,7 @@ class EngineSettings:
     endurance_bytes_day: int = 0
     device: str = "auto"
     queue_depth: int = QUEUE_DEPTH_DEFAULT
+    cluster_id: bytes = NO_CLUSTER
     prefault: bool = True
     warming: bool = False
 
@@ -135,7 +140,11 @@ class DriveEngine:
         self.metrics = metrics or EngineMetrics()
         self.device_metrics = device_metrics or DeviceMetrics()
         superblock = prepare_drive(
-            device, name=name, capacity_bytes=settings.capacity_bytes, segment_bytes=settings.segment_bytes
+            device,
+            name=name,
+            capacity_bytes=settings.capacity_bytes,
+            segment_bytes=settings.segment_bytes,
+            cluster_id=settings.cluster_id,
         )
         self._queue = DispatchQueue(device, settings.queue_depth, metrics=self.device_metrics)
         arena = Arena(
@@ -225,6 +234,7 @@ class DriveEngine:
             InvalidRequest, FormatUnsupported, Unavailable: what is wrong, and the fix.
         """
         file = data_file(path)
+        refuse_foreign_file(file)  # the device would make it larger
         numbers = device_metrics or DeviceMetrics()
         device = open_device(
             file,
@@ -534,6 +544,14 @@ class DriveEngine:
         metrics.written_bytes_day = self._day.last_day(written, now_ns)
         metrics.endurance_bytes_day = self.settings.endurance_bytes_day
 
+    def set_quotas(self, quotas: Mapping[str, int]) -> None:
+        """What each tenant may have on this drive, in padded bytes; one that is not named has no bound."""
+        self._ledger.usage.set_quotas(quotas)
+
+    def uses(self) -> list[TenantUse]:
+        """What each tenant has on this drive."""
+        return list(self._ledger.usage)
+
     def drain(self) -> None:
         """Take no new puts; those in progress go on."""
         self.store.writer.draining = True
@@ -541,6 +559,22 @@ class DriveEngine:
     def resume(self) -> None:
         """Take puts again."""
         self.store.writer.draining = False
+
+    @property
+    def health(self) -> DriveHealth:
+        """How the drive has behaved."""
+        return self._queue.health.health
+
+    @property
+    def health_reason(self) -> str:
+        """What last changed its health, "" where nothing did."""
+        transitions = self._queue.health.transitions
+        return transitions[-1].reason if transitions else ""
+
+    @property
+    def takes_puts(self) -> bool:
+        """Whether the drive may be trusted with what is new."""
+        return self._queue.health.health is not DriveHealth.FAILED and self.store.log.failed is None
 
     @property
     def idle(self) -> bool:

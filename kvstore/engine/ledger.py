@@ -39,6 +39,7 @@ from kvstore.engine.logrecord import (
 )
 from kvstore.engine.namespaces import NamespaceTable
 from kvstore.engine.segment import LiveCount, OpenSegment, SegmentState, SegmentTable, namespace_key
+from kvstore.engine.usage import TenantUse, Usage
 from kvstore.limits import PAGE_BYTES
 from kvstore.types.results import MissReason
 
@@ -59,6 +60,7 @@ class Ledger:
     Attributes:
         tick: the present access tick, set by the engine.
         index_full: a record found no room in the index since this was last cleared.
+        usage: what each tenant has, counted with the live pages.
         tombstone_bytes: log bytes that checkpoints carry for records that died in segments still in use.
     """
 
@@ -78,6 +80,7 @@ class Ledger:
         self.watcher = watcher
         self.tick = 1
         self.index_full = False
+        self.usage = Usage()
         self.tombstone_bytes = 0
         self._tombstones: dict[int, list[bytes]] = {}
         self._log: Log | None = None
@@ -144,9 +147,22 @@ class Ledger:
         if count is None:
             if not self._is_live(space):
                 return  # its namespace was dropped, and with it this count
-            count = live[space] = LiveCount()
+            count = live[space] = LiveCount(self.usage.of(self._tenant_of(space)))
         count.pages += pages
         count.records += records
+        count.use.pages += pages
+        count.use.records += records
+
+    def _tenant_of(self, space: int) -> str:
+        ref = self.namespaces.by_id(space >> 32)
+        assert ref is not None, "only live namespaces are counted"
+        return ref.tenant
+
+    def spaces_of(self, use: TenantUse, spaces: U64) -> Bools:
+        """Which of these namespace keys are of a tenant's namespaces, in their present generation."""
+        found, which = distinct(spaces)
+        mine = np.array([self._is_live(space) and self._tenant_of(space) == use.name for space in found.tolist()], bool)
+        return mine[which] if len(found) else np.zeros(0, dtype=np.bool_)
 
     def _is_live(self, space: int) -> bool:
         ref = self.namespaces.by_id(space >> 32)
@@ -189,6 +205,18 @@ class Ledger:
         if len(gone):
             self._bury(ref, keys[gone], locations[gone], Reason.QUARANTINE, _nobody_waits)
         return len(gone)
+
+    def retire(self, entries: Entries, locations: U64) -> I64:
+        """Evict single records of live namespaces, while their segment stays. Answers which positions were valid."""
+        keys, spaces = entry_keys(entries), entry_spaces(entries)
+        gone = np.flatnonzero(self.catalog.evict(keys, locations, self.tick))
+        for space in distinct(spaces[gone])[0].tolist():
+            ref = self.namespaces.by_id(space >> 32)
+            assert ref is not None, "only records of live namespaces are retired"
+            mine = gone[spaces[gone] == space]
+            # without a tombstone a copy of a record that is put again, and deleted, could come back from here
+            self._bury(ref, keys[mine], locations[mine], Reason.DELETE, _nobody_waits)
+        return gone
 
     def _bury(
         self,
@@ -267,6 +295,8 @@ class Ledger:
     def freed(self, segment: int) -> None:
         """A segment was erased on the drive: nothing in it can come back, so its tombstones are not needed."""
         self.tombstone_bytes -= sum(map(len, self._tombstones.pop(segment, ())))
+        for count in self.table.live[segment].values():
+            count.leave()
         self.table.live[segment] = {}
         self.catalog.scores.reset(segment)
 
@@ -292,6 +322,7 @@ class Ledger:
         for segment, live in enumerate(self.table.live):
             count = live.pop(space, None)
             if count is not None:
+                count.leave()
                 self.catalog.scores.forget(segment, pages=count.pages, records=count.records)
         self.log.append(encode_drop(fresh.id, fresh.generation), on_done, sync=True)
         return fresh

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvstore.engine.format import ENTRY_BYTES, ENTRY_DTYPE, Entries, Superblock, index_block_count
 from kvstore.engine.location import PAGE_BITS
+from kvstore.engine.usage import TenantUse
 from kvstore.limits import PAGE_BYTES
 
 
@@ -192,13 +193,19 @@ class SegmentTable:
 
 
 class LiveCount:
-    """Live pages and records of one namespace generation in one segment."""
+    """Live pages and records of one namespace generation in one segment, of which `use` counts all segments."""
 
-    __slots__ = ("pages", "records")
+    __slots__ = ("pages", "records", "use")
 
-    def __init__(self) -> None:
+    def __init__(self, use: TenantUse) -> None:
+        self.use = use
         self.pages = 0
         self.records = 0
+
+    def leave(self) -> None:
+        """What was counted here is gone."""
+        self.use.pages -= self.pages
+        self.use.records -= self.records
 
 
 def namespace_key(namespace: int, generation: int) -> int:

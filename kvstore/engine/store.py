@@ -27,6 +27,7 @@ from kvstore.engine.recovery import FoundSegment, LogScan, scan_log, scan_segmen
 from kvstore.engine.scrub import Scrubber
 from kvstore.engine.seal import Sealer
 from kvstore.engine.segment import OpenSegment, SegmentState, SegmentTable
+from kvstore.engine.trim import Trimmer
 from kvstore.engine.writer import MemorySide, Writer
 from kvstore.limits import (
     LOG_SHARE_MANIFESTS,
@@ -177,6 +178,7 @@ class Store:
             metrics=metrics,
             on_user_bytes=budget.wrote,
         )
+        self.trimmer = Trimmer(queue=queue, allocator=self.allocator, ledger=self.ledger, metrics=metrics)
         self.reclaimer = Reclaimer(
             queue=queue,
             arena=arena,
@@ -272,6 +274,7 @@ class Store:
             self.writer.expire_owners(now_ns)
             self.allocator.retry_space(now_ns)
             self.reclaimer.avoid.clear()
+            self.trimmer.forget_barren()
             self._revive_log(now_ns)
         self.allocator.spare_pages = self._spare_pages()
         if not self.reclaimer.running:  # it manages that room while it runs
@@ -308,6 +311,7 @@ class Store:
             and not self.appender.in_flight
             and self.log.idle
             and not self.reclaimer.running
+            and not self.trimmer.running
             and not self.allocator.closing
         )
 
@@ -315,8 +319,8 @@ class Store:
         start(self._sealer.seal(target))
 
     def _make_room(self) -> None:
-        """Evict a segment if room, space or the log asks for it."""
-        if self.reclaimer.running:
+        """Evict a segment if room, space or the log asks for it, or what a tenant has above its quota."""
+        if self.reclaimer.running or self.trimmer.running:
             return
         allocator = self.allocator
         if self.appender.needs_room and allocator.crowded and allocator.closing[0].outstanding:
@@ -333,6 +337,10 @@ class Store:
                 self._make_a_candidate()
         if victim is not None:
             start(self.reclaimer.evict(victim))
+            return
+        crowd = self.trimmer.choose()
+        if crowd is not None:
+            start(self.trimmer.trim(*crowd))
 
     def _room_is_short(self) -> bool:
         """No free segment, and the open one is nearly full but for the spare room."""

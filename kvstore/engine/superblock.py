@@ -6,7 +6,7 @@ import errno
 import os
 from dataclasses import dataclass, replace
 
-from kvstore.engine.blocking import BlockingIo
+from kvstore.engine.blocking import BlockingIo, pages
 from kvstore.engine.format import (
     FORMAT_VERSION,
     KNOWN_READ_ONLY,
@@ -18,6 +18,7 @@ from kvstore.engine.format import (
     decode_superblock,
     encode_superblock,
 )
+from kvstore.engine.identity import foreign_error, is_fresh
 from kvstore.errors import FormatUnsupported, InvalidRequest, Unavailable
 from kvstore.limits import (
     LOG_HALF_BYTES_MAX,
@@ -181,11 +182,14 @@ def refuse_foreign(io: BlockingIo, name: str) -> None:
     """
     length = min(_FOREIGN_PROBE_BYTES, io.device.size_bytes) // PAGE_BYTES * PAGE_BYTES
     head = io.read(0, length)
-    if any(memoryview(head).cast("Q")):
-        raise FormatUnsupported(
-            f"{name} is not empty and holds no readable kvstore superblock; nothing was written to it. "
-            f"If it may be erased, remove the file (or run wipefs and blkdiscard on the device) and start again"
-        )
+    if any(memoryview(head).cast("Q")) and not is_fresh(head):
+        raise foreign_error(name)
+
+
+def clear_fresh(io: BlockingIo) -> None:
+    """Take off the mark of a drive that was erased by command, if it has one. Raises OSError."""
+    if io.device.size_bytes >= PAGE_BYTES and is_fresh(io.read(0, PAGE_BYTES)):
+        io.write(0, pages(PAGE_BYTES))
 
 
 def write_superblocks(io: BlockingIo, superblock: Superblock) -> None:

@@ -193,11 +193,15 @@ class Writer:
         ticket: Put | StreamingPut
         if waiting.streaming:
             streaming = StreamingPut(self, spec)
+            if self._is_over_quota(streaming, waiting):
+                return True
             if not self._grant_streaming(streaming):
                 return False
             ticket = streaming
         else:
             put = Put(self, spec)
+            if self._is_over_quota(put, waiting):
+                return True
             header = self._allocate(put.header_pages * PAGE_BYTES)
             if header is None:
                 return False
@@ -210,7 +214,17 @@ class Writer:
             put.grant(header, piece)
             ticket = put
         self.pending[ticket.key16] = ticket
+        self.ledger.usage.of(spec.namespace.tenant).waiting_pages += ticket.pages
         waiting.answer(ticket)
+        return True
+
+    def _is_over_quota(self, ticket: Ticket, waiting: Waiting) -> bool:
+        """Refuses a put that its tenant's quota has no room for."""
+        refused = self.ledger.usage.of(ticket.spec.namespace.tenant).refusal(ticket.pages)
+        if refused is None:
+            return False
+        self.metrics.refusals[RefusedReason.QUOTA] += 1
+        waiting.answer(refused)
         return True
 
     def _allocate(self, length_bytes: int) -> Piece | None:
@@ -344,6 +358,7 @@ class Writer:
         """A put has its outcome: tell its owner and those who wait for its key."""
         if self.pending.get(ticket.key16) is ticket:
             del self.pending[ticket.key16]
+            self.ledger.usage.of(ticket.spec.namespace.tenant).waiting_pages -= ticket.pages
         if isinstance(ticket, StreamingPut):
             self._writer_ended(ticket)
         if isinstance(outcome, Refused):

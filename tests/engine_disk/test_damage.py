@@ -102,7 +102,7 @@ def test_something_foreign_is_refused() -> None:
     page = pages(PAGE_BYTES)
     page[100:110] = b"ext4 maybe"
     BlockingIo(device).write(0, page)
-    with pytest.raises(FormatUnsupported, match="remove the file"):
+    with pytest.raises(FormatUnsupported, match="kvstore drive format"):
         StoreRig(device)
 
 
