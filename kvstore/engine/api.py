@@ -295,10 +295,10 @@ class Engine(Protocol):
     def take_cached(
         self, ref: NamespaceRef, keys: bytes, *, now_ns: int, bytes_max: int
     ) -> Sequence[CachedItem] | None:
-        """The whole records of n * 32 bytes of keys if all of them lie in memory and have at most `bytes_max` together,
-        and none more than SLICE_BYTES_MAX.
+        """The first of n * 32 bytes of keys, as whole records of at most `bytes_max` together, SLICES_PER_FRAME_MAX of
+        them at most; if all of the keys lie in memory, and none is longer than SLICE_BYTES_MAX or `bytes_max`.
 
-        The quick way for small reads, counted as `read` counts. None says only "use `read`"; nothing is held then.
+        The quick way for reads, counted as `read` counts. None says only "use `read`"; nothing is held then.
         """
 
     def look_cached(self, digest: bytes, key: bytes, *, now_ns: int) -> CachedItem | None:

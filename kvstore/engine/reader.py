@@ -33,6 +33,7 @@ from kvstore.limits import (
     READ_WINDOW_BYTES,
     READS_IN_FLIGHT_MAX,
     SLICE_BYTES_MAX,
+    SLICES_PER_FRAME_MAX,
 )
 from kvstore.telemetry.metrics import EngineMetrics
 from kvstore.types.checksum import crcs_match
@@ -204,7 +205,7 @@ class Reader:
 
     # --- memory ------------------------------------------------------------------------------------------------------
     def take_cached(self, ref: NamespaceRef, keys: bytes, bytes_max: int) -> list[CachedRecord] | None:
-        """See `api.Engine.take_cached`. Nothing is noted before it is sure that all of it can be given."""
+        """See `api.Engine.take_cached`. Nothing is noted before it is sure that all of it is there."""
         space = self._cache.space(ref.salt)
         if space is None or not self._namespaces.is_current(ref):
             return None
@@ -215,10 +216,13 @@ class Reader:
             if record is None or 0 < record.until_ns <= now_ns:
                 return None
             length = record.facts.record_bytes
-            bytes_max -= length
-            if bytes_max < 0 or length > SLICE_BYTES_MAX:
+            if length > SLICE_BYTES_MAX:
                 return None
-            found.append(record)
+            bytes_max -= length
+            if bytes_max >= 0:
+                found.append(record)
+        if len(found) > SLICES_PER_FRAME_MAX:
+            del found[SLICES_PER_FRAME_MAX:]
         stale = b""
         for record in found:
             if record.tick != tick:

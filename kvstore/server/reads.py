@@ -8,7 +8,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvstore.engine.api import CachedItem, Engine, Parcel, ParcelSource, ReadHandle, ReadSpec, ReadyItem
+from kvstore.engine.api import CachedItem, Engine, NamespaceRef, Parcel, ParcelSource, ReadHandle, ReadSpec, ReadyItem
 from kvstore.limits import (
     DIGEST_BYTES,
     FRAME_AIM_BYTES,
@@ -73,6 +73,13 @@ class ReadCall(Call):
         self._parcels: ParcelSource | None = None  # while some have landed
         self._sent_parcels: list[Parcel] = []  # only what they were of is looked at
         self._is_whole = False  # no ranges, any copy: the last frame may end the call
+
+    def go_on(self, engine: Engine, spec: ReadSpec, now_ns: int, *, sent: int) -> None:
+        """Begins with the items behind the first `sent`, whose keys are the spec's: those have been sent already."""
+        self._statuses[:sent] = bytes(sent)
+        self._is_whole = True
+        self._handle = engine.read(spec, _Behind(self, sent), now_ns=now_ns)
+        self._starting = False
 
     def start(self, engine: Engine, spec: ReadSpec, now_ns: int) -> bool:
         """Begins; True when the engine has delivered everything already. What it has is sent at once, a frame of it."""
@@ -268,6 +275,129 @@ class ReadCall(Call):
         self.finish(End(statuses=statuses))
 
 
+class _Behind:
+    """Sink of the items behind the first ones of a batch: their indices become those of the batch."""
+
+    def __init__(self, call: ReadCall, first: int) -> None:
+        self._call = call
+        self._first = first
+        self.finished = call.finished
+
+    def ready(self, item: ReadyItem) -> None:
+        item.index += self._first
+        self._call.ready(item)
+
+    def missed(self, index: int, reason: MissReason) -> None:
+        self._call.missed(index + self._first, reason)
+
+
+class MemoryCall(Call):
+    """One GET of records that all lay in memory when it came: a frame of them is made when the socket takes more.
+
+    Only what is in a frame is held. When something is gone that is still to come, the rest goes the general way.
+    """
+
+    __slots__ = ("_at", "_count", "_engine", "_keys", "_metrics", "_namespace", "_records", "_step")
+
+    def __init__(
+        self,
+        connection: Connection,
+        engine: Engine,
+        namespace: NamespaceRef,
+        keys: bytes,
+        records: Sequence[CachedItem],
+        *,
+        now_ns: int,
+        deadline_ns: int,
+    ) -> None:
+        """Takes over the first `records`, held."""
+        super().__init__(connection, Verb.GET, now_ns=now_ns, deadline_ns=deadline_ns)
+        self._engine = engine
+        self._namespace = namespace
+        self._keys = keys
+        self._count = len(keys) // DIGEST_BYTES
+        self._metrics = connection.metrics
+        self._records: Sequence[CachedItem] | None = records
+        self._step = len(records)  # how many a frame takes, as far as is known
+        self._at = 0
+
+    def has_output(self) -> bool:
+        return not self.over
+
+    def pump(self) -> None:
+        connection = self.connection
+        if connection.now_ns >= self.deadline_ns:
+            self.cancel()
+            return
+        records, self._records = self._records, None
+        if records is None:
+            front = self._keys[self._at * DIGEST_BYTES : (self._at + 2 * self._step) * DIGEST_BYTES]
+            records = self._engine.take_cached(
+                self._namespace, front, now_ns=connection.now_ns, bytes_max=FRAME_PAYLOAD_BYTES_MAX
+            )
+            if records is None:
+                self._go_on()
+                return
+        slices, payload, total = _frame_of(records, self._at)
+        self._step = len(records)
+        self._at += len(records)
+        if self._at == self._count:
+            self.over = True
+            connection.end_with_data(self)
+            self._metrics.get_ns.observe(connection.clock() - self.started_ns)
+            self._metrics.loaded_records += self._count
+        else:
+            connection.session.send(FrameType.DATA)
+        connection.channel.writer.push_slices(
+            slices,
+            payload,
+            self.request_id,
+            payload_bytes=total,
+            epoch=connection.epoch,
+            is_final=self.over,
+            on_sent=partial(_release, records),
+        )
+        self._metrics.sent_bytes[connection.flow] += total
+
+    def cancel(self) -> None:
+        """Ends with what was sent; the rest is past its deadline."""
+        self.release()
+        metrics = self._metrics
+        missed = self._count - self._at
+        metrics.get_ns.observe(self.connection.clock() - self.started_ns)
+        metrics.loaded_records += self._at
+        metrics.misses[MissReason.DEADLINE] += missed
+        metrics.failed_records += missed
+        self.finish(End(statuses=bytes(self._at) + bytes([_OPEN]) * missed))
+
+    def overdue(self) -> None:
+        """As a `ReadCall`: a client that does not read must not hold memory for ever."""
+        connection = self.connection
+        if connection.now_ns > self.deadline_ns + LINGER_NS:
+            connection.metrics.deadlines += 1
+            connection.close()
+
+    def release(self) -> None:
+        records, self._records = self._records, None
+        if records is not None:
+            _release(records)
+
+    def _go_on(self) -> None:
+        connection, now_ns = self.connection, self.connection.now_ns
+        self.over = True
+        call = ReadCall(connection, self._count, self._metrics, now_ns=self.started_ns, deadline_ns=self.deadline_ns)
+        connection.call = call
+        spec = ReadSpec(
+            namespace=self._namespace,
+            keys=self._keys[self._at * DIGEST_BYTES :],
+            flow=connection.flow,
+            deadline_ns=self.deadline_ns,
+        )
+        call.go_on(self._engine, spec, now_ns, sent=self._at)
+        connection.wake_engine()
+        connection.request_send()
+
+
 def start_get(connection: Connection, body: bytes | bytearray, engine: Engine, *, now_ns: int) -> bool:
     """Begins the GET in `body`; True when the engine has something left to do.
 
@@ -308,29 +438,20 @@ def start_get(connection: Connection, body: bytes | bytearray, engine: Engine, *
 def _answer_from_memory(
     connection: Connection, engine: Engine, digest: bytes, keys: bytes, deadline_ns: int, *, now_ns: int
 ) -> bool:
-    """Answers a small GET with one frame, when all of it lies in memory and the connection is free; else False."""
+    """Answers a GET when all of it lies in memory and the connection is free: with one frame, or begins; else False."""
     namespace = engine.namespace(digest)
-    if (
-        namespace is None
-        or not 0 < len(keys) <= SLICES_PER_FRAME_MAX * DIGEST_BYTES
-        or not deadline_ns
-        or not connection.can_answer_at_once
-    ):
+    if namespace is None or not keys or not deadline_ns or not connection.can_answer_at_once:
         return False
     records = engine.take_cached(namespace, keys, now_ns=now_ns, bytes_max=FRAME_PAYLOAD_BYTES_MAX)
     if records is None:
         return False
-    slices: list[Slice] = []
-    payload: list[memoryview] = []
-    total = 0
-    for index, record in enumerate(records):
-        facts = record.facts
-        length = facts.record_bytes
-        fields = (index, 0, length, 0, True, facts.content_id, length, facts.block_bytes, facts.crcs)
-        slices.append(_new_slice(Slice, fields))
-        if length:
-            payload.append(record.view)
-            total += length
+    if len(records) * DIGEST_BYTES < len(keys):
+        connection.call = MemoryCall(
+            connection, engine, namespace, keys, records, now_ns=now_ns, deadline_ns=now_ns + deadline_ns
+        )
+        connection.send_now()
+        return True
+    slices, payload, total = _frame_of(records, 0)
     head = encode_head(
         FrameType.DATA,
         connection.session.request_id,
@@ -345,6 +466,22 @@ def _answer_from_memory(
     metrics.get_ns.observe(connection.clock() - now_ns)
     metrics.loaded_records += len(slices)
     return True
+
+
+def _frame_of(records: Sequence[CachedItem], first: int) -> tuple[list[Slice], list[memoryview], int]:
+    """Slices, payload and its length of a frame of whole records, the first of which is item `first`."""
+    slices: list[Slice] = []
+    payload: list[memoryview] = []
+    total = 0
+    for index, record in enumerate(records, first):
+        facts = record.facts
+        length = facts.record_bytes
+        fields = (index, 0, length, 0, True, facts.content_id, length, facts.block_bytes, facts.crcs)
+        slices.append(_new_slice(Slice, fields))
+        if length:
+            payload.append(record.view)
+            total += length
+    return slices, payload, total
 
 
 def _release(sent: Sequence[ReadyItem | CachedItem]) -> None:

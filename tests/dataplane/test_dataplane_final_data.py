@@ -10,15 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.engine.api import NamespaceRef
 from kvstore.engine.engine import DriveEngine, EngineSettings
 from kvstore.errors import InvalidRequest
-from kvstore.limits import MiB
+from kvstore.limits import SECOND_NS, MiB
+from kvstore.server.connection import Connection
+from kvstore.server.reads import MemoryCall
 from kvstore.testing.plane_lab import LabClient, PlaneLab
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import MissReason
 from kvstore.wire.header import FrameType, encode_head
-from kvstore.wire.messages import End, Feature
+from kvstore.wire.messages import Cancel, Drop, End, Feature
 from kvstore.wire.ranges import encode_ranges
 from kvstore.wire.slices import FLAG_FINAL, NO_CONTENT_ID, Slice, encode_slices
 
@@ -143,6 +146,77 @@ def test_a_client_that_leaves_in_the_middle_lets_go_of_the_memory(lab: PlaneLab,
     client.channel.close()
     lab.turn_until(lambda: held.is_closed)
     assert record.piece.holders == 1
+
+
+def begun(lab: PlaneLab, engine: DriveEngine) -> tuple[LabClient, list[bytes], list[bytes], Connection]:
+    """A GET of 8 MiB from memory, over a socket that takes little, after its first frame was made."""
+    client, keys, values = stored(lab, [MiB] * 8)
+    assert all(engine.cache.find(ref_of(engine).salt, key) for key in keys)
+    (held,) = [one for one in lab.plane._connections if one.client is not None]
+    held.channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    client.start_get(NS, keys, deadline_ns=10 * SECOND_NS)
+    lab.turn_until(lambda: held.channel.pending_bytes > 0)
+    assert isinstance(held.call, MemoryCall)
+    return client, keys, values, held
+
+
+def ref_of(engine: DriveEngine) -> NamespaceRef:
+    ref = engine.namespace(NS)
+    assert ref is not None
+    return ref
+
+
+def holders(engine: DriveEngine) -> list[int]:
+    return [one.piece.holders for one in engine.cache.at.values() if one.piece is not None]
+
+
+def test_a_long_read_from_memory_holds_no_more_than_its_frames(lab: PlaneLab, engine: DriveEngine) -> None:
+    client, _, values, held = begun(lab, engine)
+    assert holders(engine).count(2) <= 3
+    assert client.end_get() == (bytes(8), dict(enumerate(values)))
+    assert holders(engine) == [1] * 8
+    assert held.call is None
+
+
+def test_what_left_memory_meanwhile_comes_from_the_drive(lab: PlaneLab, engine: DriveEngine) -> None:
+    client, keys, values, _ = begun(lab, engine)
+    salt = ref_of(engine).salt
+    for key in keys[3:6]:
+        engine.cache.forget(salt, key)
+    reads = engine.metrics.read_records
+    assert client.end_get() == (bytes(8), dict(enumerate(values)))
+    assert engine.metrics.read_records == reads + 3
+    assert client.get(NS, keys) == (bytes(8), dict(enumerate(values))), "the connection goes on"
+
+
+def test_what_was_dropped_meanwhile_is_a_miss(lab: PlaneLab, engine: DriveEngine) -> None:
+    client, _, values, _ = begun(lab, engine)
+    lab.client(client_id=b"D" * 16).call(Drop(namespace=NS), End)
+    statuses, found = client.end_get()
+    sent = statuses.count(0)
+    assert 2 <= sent < 8
+    assert statuses == bytes(sent) + bytes([MissReason.ABSENT]) * (8 - sent)
+    assert found == dict(enumerate(values[:sent]))
+
+
+@pytest.mark.parametrize("how", ["leaves", "cancels", "is late"])
+def test_a_long_read_from_memory_that_ends_early_gives_all_back(lab: PlaneLab, engine: DriveEngine, how: str) -> None:
+    client, keys, values, held = begun(lab, engine)
+    if how == "leaves":
+        client.channel.close()
+        lab.turn_until(lambda: held.is_closed)
+    else:
+        if how == "cancels":
+            client.send(Cancel(), held.session.request_id)
+        else:
+            lab.clock_ns = 11 * SECOND_NS
+        statuses, found = client.end_get()
+        sent = statuses.count(0)
+        assert statuses == bytes(sent) + bytes([MissReason.DEADLINE]) * (8 - sent)
+        assert found == dict(enumerate(values[:sent]))
+        lab.clock_ns = 0
+        assert client.get(NS, keys) == (bytes(8), dict(enumerate(values))), "the connection goes on"
+    assert holders(engine) == [1] * 8
 
 
 def test_a_client_may_not_end_its_put_that_way(lab: PlaneLab) -> None:
