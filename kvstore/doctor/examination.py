@@ -51,7 +51,7 @@ def examine(flags: Mapping[str, object], *, config: Path | None = None, system: 
     findings += check_places(places)
     for facts in places:
         if not facts.problem:
-            findings += check_trial(try_place(facts.path, mode_wanted=settings.device))
+            findings += check_trial(try_place(system, facts.path, mode_wanted=settings.device))
     findings += [check_port(facts) for facts in read_ports(system, hosts=settings.host, ports=_ports(settings))]
     advertised = read_advertised(hosts=settings.host, advertise=settings.advertise, port=settings.data_port)
     findings += [check_advertised(facts) for facts in advertised]

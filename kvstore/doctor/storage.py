@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvstore.doctor.finding import Finding, Fix, Status, words_of_bytes
+from kvstore.limits import MiB
+from kvstore.settings import format_size
 
 _GOOD_FILE_SYSTEMS: Final = frozenset(("ext4", "xfs", "block device"))
 _RAM_FILE_SYSTEMS: Final = frozenset(("tmpfs", "ramfs"))
@@ -60,6 +62,8 @@ class TrialFacts:
         alignment_bytes: (memory, offset) that O_DIRECT needs by statx(2); None when the kernel does not tell.
         sector_bytes: logical sector of a raw drive, else 512.
         uring_problem: why io_uring does not work, with the fix; "" when it does.
+        uring_disabled: sysctl kernel.io_uring_disabled: 0 is allowed, 1 for some groups, 2 for nobody; None before 6.6.
+        is_binding_built: the compiled half of the io_uring device is there.
         uring_opcodes: the kinds of operation that work: "read", "read_fixed", "readv_fixed".
         uring_notes: what does not, one clause each.
         mode_wanted: the setting "auto", "uring" or "threads".
@@ -72,6 +76,8 @@ class TrialFacts:
     alignment_bytes: tuple[int, int] | None = None
     sector_bytes: int = 512
     uring_problem: str = ""
+    uring_disabled: int | None = None
+    is_binding_built: bool = True
     uring_opcodes: tuple[str, ...] = ()
     uring_notes: tuple[str, ...] = ()
     mode_wanted: str = "auto"
@@ -176,18 +182,20 @@ def check_drive(facts: PlaceFacts) -> Finding:
     )
 
 
-def check_space(places: Iterable[PlaceFacts]) -> list[Finding]:
+def check_space(places: Sequence[PlaceFacts]) -> list[Finding]:
     """Whether the capacity is there. Data dirs on one file system share its space, so they are judged together."""
     shared: defaultdict[int, list[PlaceFacts]] = defaultdict(list)
     for facts in places:
         shared[facts.device_number].append(facts)
-    return [_check_shared_space(group) for group in shared.values()]
+    return [_check_shared_space(group, place_count=len(places)) for group in shared.values()]
 
 
-def _check_shared_space(group: Sequence[PlaceFacts]) -> Finding:
+def _check_shared_space(group: Sequence[PlaceFacts], *, place_count: int) -> Finding:
     room = group[0].free_bytes + sum(facts.own_bytes for facts in group)
     needed = sum(facts.needed_bytes for facts in group)
     short = room < needed
+    # capacity is divided evenly over all data dirs, so the tightest file system bounds the whole
+    fitting = format_size(room // len(group) // MiB * MiB * place_count)
     together = f" for {len(group)} data dirs together" if len(group) > 1 else ""
     return Finding(
         check="space",
@@ -197,9 +205,9 @@ def _check_shared_space(group: Sequence[PlaceFacts]) -> Finding:
         needed=f"capacity {words_of_bytes(needed)}{together}" if needed else "not known: capacity is not set",
         reason="the node evicts earlier than its capacity says" if short else "",
         fix=Fix(
-            shell="lower --capacity, or free space on that file system (du -x shows by what it is taken)",
-            systemd="Environment=KVSTORE_CAPACITY=SIZE with what is there",
-            kubernetes="lower capacity, or raise resources.requests.storage of the volume claim",
+            shell=f"--capacity {fitting}, or free space on that file system (du -x shows by what it is taken)",
+            systemd=f"Environment=KVSTORE_CAPACITY={fitting}",
+            kubernetes=f"capacity: {fitting}, or raise resources.requests.storage of the volume claim",
         )
         if short
         else None,
@@ -229,7 +237,7 @@ def check_device_mode(facts: TrialFacts) -> Finding:
             needed=needed,
             reason=f"{facts.uring_problem}"
             + ("" if facts.mode_wanted == "uring" else "; threads take more CPU for each operation"),
-            fix=_uring_fix(),
+            fix=_uring_fix(facts),
         )
     partly = bool(facts.uring_notes)
     return Finding(
@@ -242,11 +250,22 @@ def check_device_mode(facts: TrialFacts) -> Finding:
     )
 
 
-def _uring_fix() -> Fix:
+def _uring_fix(facts: TrialFacts) -> Fix:
+    if not facts.is_binding_built:
+        return Fix(
+            shell="apt-get install gcc python3-dev, then install kvstore again (pip install --force-reinstall kvstore)",
+            systemd="the same; or Environment=KVSTORE_DEVICE=threads",
+            kubernetes="an image with the compiled binding (one that was built with gcc), or device: threads",
+        )
+    if facts.uring_disabled:
+        return Fix(
+            shell="sysctl -w kernel.io_uring_disabled=0, and the same line in /etc/sysctl.d/90-kvstore.conf",
+            systemd="kernel.io_uring_disabled = 0 in /etc/sysctl.d/90-kvstore.conf (systemd-sysctl)",
+            kubernetes="sysctl -w kernel.io_uring_disabled=0 on the node (it has no namespaces), or device: threads",
+        )
     return Fix(
-        shell="sysctl -w kernel.io_uring_disabled=0; in Docker: --security-opt seccomp=PROFILE with io_uring_setup, "
-        "io_uring_enter and io_uring_register allowed; without the compiled binding: install gcc and reinstall; "
-        "or --device threads",
+        shell="in Docker: --security-opt seccomp=PROFILE, with io_uring_setup, io_uring_enter and io_uring_register "
+        "allowed in it; or --device threads",
         systemd="SystemCallFilter=@system-service io_uring_setup io_uring_enter io_uring_register, "
         "or Environment=KVSTORE_DEVICE=threads",
         kubernetes="securityContext.seccompProfile: {type: Localhost, localhostProfile: PROFILE} that allows "

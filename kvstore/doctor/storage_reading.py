@@ -16,8 +16,8 @@ _BLOCK_UNIT_BYTES: Final = 512  # of st_blocks, stat(2)
 
 def read_place(system: System, path: str, *, needed_bytes: int) -> PlaceFacts:
     """Where a data dir lies: by stat, statvfs, /proc/self/mountinfo and /sys."""
-    found = existing_place(Path(path).absolute())
     try:
+        found = existing_place(Path(path).absolute())
         status = found.stat()
         if stat.S_ISBLK(status.st_mode):
             return _read_raw_drive(system, path, status, needed_bytes)
@@ -89,7 +89,14 @@ def _problem_of_folder(path: str, found: Path, status: os.stat_result) -> str:
 
 
 def _own_bytes(folder: Path) -> int:
-    return sum(entry.stat().st_blocks * _BLOCK_UNIT_BYTES for entry in os.scandir(folder) if entry.is_file())
+    taken_bytes = 0
+    for entry in os.scandir(folder):
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue  # a running node has replaced it
+        taken_bytes += status.st_blocks * _BLOCK_UNIT_BYTES if stat.S_ISREG(status.st_mode) else 0
+    return taken_bytes
 
 
 def _read_raw_drive(system: System, path: str, status: os.stat_result, needed_bytes: int) -> PlaceFacts:

@@ -12,9 +12,10 @@ from typing import Final
 
 from kvstore.device import syscalls
 from kvstore.device.file import DataFile
-from kvstore.device.uring_probe import probe_uring
+from kvstore.device.uring_probe import BINDING_MISSING, DISABLED_SYSCTL, probe_uring
 from kvstore.doctor.storage import TrialFacts
 from kvstore.doctor.storage_reading import existing_place
+from kvstore.doctor.system import System, whole_number
 from kvstore.errors import Unavailable
 from kvstore.limits import PAGE_BYTES
 
@@ -22,7 +23,7 @@ _TRIAL_BYTES: Final = 2 * PAGE_BYTES
 _OPCODES: Final = ("read", "read_fixed", "readv_fixed")
 
 
-def try_place(path: str, *, mode_wanted: str) -> TrialFacts:
+def try_place(system: System, path: str, *, mode_wanted: str) -> TrialFacts:
     """Try O_DIRECT and each operation of io_uring as a node would, on a file without a name in the data dir.
 
     A raw drive is only read. Nothing that a node has written is touched, so a node may run meanwhile.
@@ -39,6 +40,8 @@ def try_place(path: str, *, mode_wanted: str) -> TrialFacts:
                 alignment_bytes=alignment if alignment and max(alignment) else None,
                 sector_bytes=file.sector_bytes,
                 uring_problem=problem,
+                uring_disabled=whole_number(system.text(str(DISABLED_SYSCTL))),
+                is_binding_built=not BINDING_MISSING,
                 uring_opcodes=opcodes,
                 uring_notes=notes,
                 mode_wanted=mode_wanted,

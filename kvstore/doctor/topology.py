@@ -1,4 +1,4 @@
-"""Where NICs, drives and GPUs sit: NUMA node, PCIe path and link, from /sys alone."""
+"""Where NICs, RDMA devices, drives and GPUs sit: NUMA node, PCIe path and link, from /sys alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import Final
 
 from kvstore.doctor.finding import Finding, Fix, Status
+from kvstore.doctor.rdma import RDMA_CLASS
 from kvstore.doctor.system import System, whole_number
 
 _PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -22,8 +23,8 @@ class PlaceOnBus:
     """Where one device sits.
 
     Attributes:
-        kind: "nic", "drive" or "gpu".
-        name: "eth0", "nvme0n1", "0000:17:00.0".
+        kind: "nic", "rdma", "drive" or "gpu".
+        name: "eth0", "mlx5_0", "nvme0n1", "0000:17:00.0".
         numa_node: None where there is one node only, or it is not told.
         path: PCI addresses from the root to the device; empty for what is no PCI device.
         link: "16.0 GT/s PCIe x4" as it runs now; "" where it is not told.
@@ -41,12 +42,17 @@ class PlaceOnBus:
 
 
 def read_topology(system: System, *, netdevs: Sequence[str], drives: Iterable[str]) -> list[PlaceOnBus]:
-    """NICs, drives and GPUs of the machine; `netdevs` and `drives` are those that the node uses."""
+    """NICs, RDMA devices, drives and GPUs of the machine; `netdevs` and `drives` are those that the node uses."""
     used = set(drives)
     places = [
         _place(system, "nic", name, f"/sys/class/net/{name}/device", is_served=name in netdevs)
         for name in system.names("/sys/class/net")
         if system.real(f"/sys/class/net/{name}/device")
+    ]
+    places += [
+        _place(system, "rdma", name, f"{RDMA_CLASS}/{name}/device", is_served=False)
+        for name in system.names(RDMA_CLASS)
+        if system.real(f"{RDMA_CLASS}/{name}/device")  # a software device has none
     ]
     places += [
         _place(system, "drive", name, f"/sys/block/{name}", is_served=name in used)
@@ -112,7 +118,7 @@ def check_place(place: PlaceOnBus, places: Sequence[PlaceOnBus]) -> Finding:
         reason = f"each byte between {place.name} and {far.name} crosses the link between the sockets"
         fix = _numa_fix(place, far)
     elif place.kind == "gpu":
-        nic = _nearest(place, [one for one in places if one.kind == "nic"])
+        nic = _nearest(place, [one for one in places if one.kind in ("rdma", "nic")])
         needed = "for information"
         reason = f"nearest NIC: {nic.name} ({_common(place, nic)} shared steps of the path)" if nic else "no NIC"
     link = f", link {place.link}" if place.link else ""

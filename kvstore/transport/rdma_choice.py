@@ -29,7 +29,7 @@ class GidEntry:
 
     Attributes:
         index: its place in the table.
-        gid: 16 bytes as IPv6 text; an IPv4 address is "::ffff:10.0.0.1".
+        gid: 16 bytes as IPv6 text; an IPv4 address is mapped into it, "::ffff:10.0.0.1" or "::ffff:a00:1".
         type: "RoCE v2" or "IB/RoCE v1".
         netdev: network device that carries the address; "" where none here does.
         netdev_is_up: that device has a carrier.

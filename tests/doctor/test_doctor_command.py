@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvstore.doctor
 from kvstore.cli.doctor import JSON_VERSION, json_of
@@ -120,7 +122,7 @@ def test_the_table_is_for_people(tmp_path: Path) -> None:
     done = run_doctor("--data-dir", str(tmp_path), "--capacity", "1000TiB", *FREE_PORTS)
     assert done.returncode == 1
     assert "failing: space" in done.stdout
-    for words in ("shell:      lower --capacity", "systemd:    Environment=KVSTORE_CAPACITY", "Kubernetes: lower"):
+    for words in ("shell:      --capacity ", "systemd:    Environment=KVSTORE_CAPACITY=", "Kubernetes: capacity: "):
         assert words in done.stdout
     assert done.stdout.rstrip().endswith("1 failing")
 
@@ -192,6 +194,44 @@ def test_the_whole_examination_of_a_machine_of_files(fake: FakeSystem, tmp_path:
     names = [finding.check for finding in examine(flags, system=fake)]
     assert names[0] == "settings"
     assert names[-1] == "rdma_choice"
+
+
+def test_beside_a_node_that_runs_nothing_fails(tmp_path: Path) -> None:
+    with ServeProcess(tmp_path) as process:
+        ready = process.wait_ready()
+        addresses = (ready.grpc, ready.data[0], ready.metrics)
+        ports = [address.rpartition(":")[2] for address in addresses]
+        arguments = ("--data-dir", str(tmp_path / "data"), "--capacity", "64MiB", "--cache", "0")
+        status, found = report(*arguments, "--grpc-port", ports[0], "--data-port", ports[1], "--metrics-port", ports[2])
+    assert status == 0, [entry for entry in found["findings"] if entry["status"] == "failing"]
+    held = [entry["found"] for entry in found["findings"] if entry["check"] == "port"]
+    assert all("held by process" in words for words in held), held
+
+
+FILES = (
+    "/proc/meminfo",
+    "/proc/self/mountinfo",
+    "/proc/self/status",
+    "/proc/self/uid_map",
+    "/sys/class/infiniband/x/ports/1/gids/0",
+    "/sys/class/infiniband/x/ports/1/lid",
+    "/sys/class/infiniband/x/ports/1/link_layer",
+    "/sys/class/infiniband/x/ports/1/rate",
+    "/sys/class/infiniband/x/ports/1/state",
+    "/sys/devices/system/clocksource/clocksource0/current_clocksource",
+    "/sys/kernel/mm/transparent_hugepage/enabled",
+)
+
+
+@given(st.lists(st.text(max_size=40), min_size=len(FILES), max_size=len(FILES)))
+def test_no_machine_keeps_a_node_from_starting(tmp_path_factory: pytest.TempPathFactory, contents: list[str]) -> None:
+    folder = tmp_path_factory.mktemp("machine")
+    fake = FakeSystem(folder)
+    for path, content in zip(FILES, contents, strict=True):
+        place = folder / path.strip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(content, "utf-8", "surrogatepass")
+    examine_start(load_node_settings({"data_dir": str(folder), "capacity": "64MiB", "cache": "0"}), system=fake)
 
 
 @pytest.fixture

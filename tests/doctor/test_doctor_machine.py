@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from kvstore.doctor.finding import Finding, Status
@@ -98,6 +103,36 @@ def test_memory_that_others_have_taken(fake: FakeSystem) -> None:
     finding = examined(fake)["memory"]
     assert finding.status is Status.WARNING
     assert finding.found == "1000 KiB available"
+
+
+REPORT = """
+import json
+from kvstore.doctor.machine import check_machine, read_machine
+from kvstore.doctor.system import LinuxSystem
+findings = check_machine(read_machine(LinuxSystem(), memory_wanted_bytes=1 << 30))
+print(json.dumps({one.check: [one.status.value, one.found] for one in findings}))
+"""
+
+
+def test_a_real_process_that_sees_another_machine(tmp_path: Path) -> None:
+    """Files mounted over those of the kernel, in a mount namespace of its own: what a container may show."""
+    shown = {
+        "/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]",
+        "/sys/devices/system/clocksource/clocksource0/current_clocksource": "acpi_pm",
+        "/proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 1000 kB",
+    }
+    mounts = []
+    for at, (path, content) in enumerate(shown.items()):
+        (tmp_path / str(at)).write_text(content)
+        mounts.append(f"mount --bind {tmp_path / str(at)} {path}")
+    script = " && ".join([*mounts, 'exec "$0" "$@"'])
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, sys.executable, "-c", REPORT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["huge_pages"] == ["warning", "transparent huge pages: never"]
+    assert found["clocksource"] == ["warning", "acpi_pm"]
+    assert found["memory"] == ["warning", "1000 KiB available"]
 
 
 def test_this_machine_tells_all_of_it() -> None:

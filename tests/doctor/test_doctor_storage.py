@@ -102,6 +102,9 @@ def test_drives(rotational: bool, scheduler: str, words: str) -> None:
 def test_capacity_that_is_not_there_fails_and_own_files_count() -> None:
     short = replace(GOOD, free_bytes=GiB)
     assert examined(short)["space"].status is Status.FAILING
+    three = [short, *(replace(GOOD, path=path, device_number=at) for at, path in enumerate(("/b", "/c"), 1))]
+    fix = next(one.fix for one in check_places(three) if one.check == "space" and one.fix)
+    assert fix.shell.startswith("--capacity 3GiB,")  # divided evenly, each gets what the tightest has
     assert examined(replace(short, own_bytes=7 * GiB))["space"].status is Status.OK
 
 
@@ -110,6 +113,8 @@ def test_data_dirs_on_one_file_system_share_its_space() -> None:
     (finding,) = (one for one in check_places(two) if one.check == "space")
     assert finding.status is Status.FAILING
     assert finding.needed == "capacity 16 GiB for 2 data dirs together"
+    assert finding.fix
+    assert finding.fix.systemd == "Environment=KVSTORE_CAPACITY=10GiB"
     apart = [replace(two[0], device_number=1), replace(two[1], device_number=2)]
     assert [one.status for one in check_places(apart) if one.check == "space"] == [Status.OK, Status.OK]
 
@@ -132,6 +137,12 @@ def test_without_io_uring(mode: str, status: Status) -> None:
     assert "seccomp" in finding.reason
     assert finding.fix
     assert "io_uring_register" in finding.fix.kubernetes
+    forbidden = tried(replace(facts, uring_disabled=2))["device_mode"].fix
+    assert forbidden
+    assert forbidden.shell.startswith("sysctl -w kernel.io_uring_disabled=0")
+    unbuilt = tried(replace(facts, is_binding_built=False))["device_mode"].fix
+    assert unbuilt
+    assert "gcc" in unbuilt.shell
 
 
 def test_direct_io_and_its_alignment() -> None:
@@ -200,7 +211,7 @@ def test_this_machine(tmp_path: Path) -> None:
 
 
 def test_a_trial_leaves_nothing_behind(tmp_path: Path) -> None:
-    facts = try_place(str(tmp_path), mode_wanted="auto")
+    facts = try_place(LinuxSystem(), str(tmp_path), mode_wanted="auto")
     assert facts.problem == ""
     assert list(tmp_path.iterdir()) == []
     assert facts.uring_opcodes or facts.uring_problem
@@ -224,7 +235,7 @@ def test_a_real_tmpfs(tmpfs: Path) -> None:
     assert findings["file_system"].status is Status.WARNING
     assert findings["space"].status is Status.FAILING
     assert findings["space"].found == "room for 16 MiB of 16 MiB"
-    direct = tried(try_place(str(tmpfs), mode_wanted="auto"))["direct_io"]
+    direct = tried(try_place(LinuxSystem(), str(tmpfs), mode_wanted="auto"))["direct_io"]
     assert direct.status is Status.WARNING
     assert "tmpfs lives in the page cache" in direct.found
 
@@ -243,7 +254,7 @@ def test_a_real_ext4_and_its_journal(loop_lab: LoopLab, sector_bytes: int, journ
         assert "data=journal" in finding.found
     else:
         assert finding.status is Status.OK
-    trial = try_place(str(place), mode_wanted="auto")
+    trial = try_place(LinuxSystem(), str(place), mode_wanted="auto")
     assert trial.direct_io == (journal == "ordered"), trial
     if trial.direct_io and trial.alignment_bytes:
         assert trial.alignment_bytes[1] == sector_bytes
@@ -254,7 +265,7 @@ def test_a_real_drive_raw_and_mounted(loop_lab: LoopLab) -> None:
     facts = read_place(LinuxSystem(), str(raw), needed_bytes=16 * MiB)
     assert (facts.problem, facts.file_system, facts.free_bytes) == ("", "block device", 8 * MiB)
     assert examined(facts)["space"].status is Status.FAILING
-    trial = try_place(str(raw), mode_wanted="auto")
+    trial = try_place(LinuxSystem(), str(raw), mode_wanted="auto")
     assert (trial.problem, trial.direct_io, trial.sector_bytes) == ("", True, 4096)
     call("mkfs.ext4", "-q", str(raw))
     point = loop_lab.mount("doctor-mounted", str(raw))
@@ -267,8 +278,9 @@ REPORT = """
 import json, sys
 from kvstore.doctor.storage import check_trial
 from kvstore.doctor.storage_trial import try_place
-print(json.dumps({one.check: [one.status.value, one.found, one.reason] for one in check_trial(
-    try_place(sys.argv[1], mode_wanted=sys.argv[2]))}))
+from kvstore.doctor.system import LinuxSystem
+trial = try_place(LinuxSystem(), sys.argv[1], mode_wanted=sys.argv[2])
+print(json.dumps({one.check: [one.status.value, one.found, one.reason] for one in check_trial(trial)}))
 """
 # As container runtimes do it (seccomp(2)): io_uring_setup answers EPERM, all else passes.
 FORBID_IO_URING = """

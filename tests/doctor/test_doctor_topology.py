@@ -47,6 +47,9 @@ def put_server(fake: FakeSystem) -> None:
             "/sys/devices/virtual/block/loop0/size": "0",
             "/sys/block/loop0": "-> /sys/devices/virtual/block/loop0",
             "/sys/bus/pci/devices/0000:19:00.0": f"-> {gpu}",
+            f"{far_nic}/infiniband/mlx5_0/device": f"-> {far_nic}",
+            "/sys/class/infiniband/mlx5_0": f"-> {far_nic}/infiniband/mlx5_0",
+            "/sys/class/infiniband/rxe0/ports/1/state": "4: ACTIVE",
         }
     )
 
@@ -59,7 +62,14 @@ def examined(fake: FakeSystem, *, netdevs: Sequence[str], drives: Sequence[str])
 def test_where_everything_sits(fake: FakeSystem) -> None:
     put_server(fake)
     found = examined(fake, netdevs=("eth0",), drives=("nvme0n1",))
-    assert list(found) == ["nic eth0", "nic eth1", "drive nvme0n1", "drive nvme1n1", "gpu 0000:19:00.0"]
+    assert list(found) == [
+        "nic eth0",
+        "nic eth1",
+        "rdma mlx5_0",
+        "drive nvme0n1",
+        "drive nvme1n1",
+        "gpu 0000:19:00.0",
+    ]
     assert {one.status for one in found.values()} == {Status.OK}
     assert found["drive nvme0n1"].found == (
         "NUMA node 0, path 0000:16:01.0 > 0000:17:00.0 > 0000:1a:00.0, link 32.0 GT/s x4, used by this node"
