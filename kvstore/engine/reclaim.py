@@ -1,7 +1,7 @@
 """Eviction, carried out: the victim's index is read, what is worth it is written again, the rest is forgotten.
 
-Order on the drive: copies, a sync, their commit records, a sync, then the victim's footer and header are erased, a
-sync, then it is free. A crash in between leaves either both copies (one is found) or the new one.
+Order on the drive: copies, a sync, their commit records, a sync, then the victim's footer and header are erased
+together, a sync, then it is free. A crash in between leaves either both copies (one is found) or the new one.
 """
 
 from __future__ import annotations
@@ -257,11 +257,14 @@ class Reclaimer:
     def _erase(self, victim: int) -> Steps[None]:
         """Make sure that nothing of the segment can come back, then let it be used again."""
         empty = pages(PAGE_BYTES)
-        error: OSError | None = None
-        for page in (self._table.segment_pages - 1, 0):
-            op = IoOp(IoKind.WRITE, self._table.offset(victim, page), [empty], flow=FlowClass.BACKGROUND)
-            failed = yield io(self._queue, [op])
-            error = error or failed
+        # At once, each behind what is being written: with one of the two left the segment is found as it was, or empty.
+        error: OSError | None = yield io(
+            self._queue,
+            [
+                IoOp(IoKind.WRITE, self._table.offset(victim, page), [empty], flow=FlowClass.BACKGROUND)
+                for page in (self._table.segment_pages - 1, 0)
+            ],
+        )
         if error is None:
             # The next checkpoint leaves out the tombstones of what was here; a power cut must not bring it back then.
             error = yield self._appender.sync

@@ -30,12 +30,16 @@ from kvstore.engine.segment import OpenSegment, SegmentState, SegmentTable
 from kvstore.engine.trim import Trimmer
 from kvstore.engine.writer import MemorySide, Writer
 from kvstore.limits import (
+    EVICT_AHEAD_BYTES,
+    EVICT_AHEAD_SEGMENTS_MIN,
+    EVICT_AHEAD_SHARE,
     LOG_SHARE_MANIFESTS,
     LOG_SHARE_TOMBSTONES,
     MOVE_SHARE_MAX,
     MOVE_SHARE_OF_SEGMENT,
     MS_NS,
     OWNER_SWEEP_NS,
+    PAGE_BYTES,
     SPACE_RETRY_NS_MIN,
     WRITE_AMPLIFICATION_DEFAULT,
 )
@@ -192,6 +196,7 @@ class Store:
         self.scrubber = Scrubber(
             queue=queue, table=self.table, ledger=self.ledger, metrics=metrics, bytes_second=scrub_bytes_second
         )
+        self._ahead_pages = min(int(self.table.segment_pages * EVICT_AHEAD_SHARE), EVICT_AHEAD_BYTES // PAGE_BYTES)
         self._next_sweep_ns = 0
         self._revive_ns = 0
         self.recovered = self._take_over(io, scan, found, bad_manifests, began_ns)
@@ -343,12 +348,14 @@ class Store:
             start(self.trimmer.trim(*crowd))
 
     def _room_is_short(self) -> bool:
-        """No free segment, and the open one is nearly full but for the spare room."""
+        """No free segment, and the open one will be full but for the spare room before another is freed."""
         if self.allocator.free_count():
             return False
         if any(target.outstanding == 0 for target in self.allocator.closing):
             return False  # it is being sealed, and may be colder than all that are
-        return self.appender.needs_room or self.allocator.open_room_pages() <= self._spare_pages()
+        ahead_pages = self._ahead_pages if self.allocator.segments_max >= EVICT_AHEAD_SEGMENTS_MIN else 0
+        left_pages = self.allocator.open_room_pages()
+        return self.appender.needs_room or left_pages <= max(self._spare_pages(), ahead_pages)
 
     def _spare_pages(self) -> int:
         """Room that eviction finds in the open segment for what it keeps."""

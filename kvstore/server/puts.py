@@ -277,7 +277,8 @@ class PutCall(Call):
             self._open_count -= 1
             self._open_bytes -= self._batch.lengths[item]
         self._committed.discard(item)
-        self._advance()
+        if self._next < self._batch.count:
+            self._advance()
         if self.has_output():
             self.connection.request_send()
 

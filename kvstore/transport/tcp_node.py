@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from kvstore.errors import InvalidRequest
-from kvstore.limits import PAYLOAD_WAKE_BYTES
+from kvstore.limits import PAYLOAD_WAKE_BYTES, KiB
 from kvstore.transport.base import FetchEvents, Landing
 from kvstore.transport.tcp import TcpChannel
 from kvstore.wire.body import MemoryBudget
@@ -18,6 +18,7 @@ from kvstore.wire.messages import Grant
 from kvstore.wire.slices import Slice
 
 _ANY: Final = 1  # SO_RCVLOWAT: a byte is enough
+_TOLD_BYTES_MIN: Final = 128 * KiB  # of a slice, before it is told of: less came along with what stood before it
 
 
 class OtherPayload(Protocol):
@@ -91,7 +92,7 @@ class TcpNodeChannel(TcpChannel):
             reader = self.reader
             missing = reader.wanted_bytes if reader.in_payload else 0
             arriving = self._arriving
-            if arriving is not None and 0 < missing < arriving.length_bytes:
+            if arriving is not None and 0 < missing <= arriving.length_bytes - _TOLD_BYTES_MIN:
                 assert self._events is not None
                 self._events.arrived(arriving, arriving.length_bytes - missing)
             self._wake_at(min(missing, PAYLOAD_WAKE_BYTES) or _ANY)
