@@ -283,6 +283,7 @@ class Ledger:
         slots = slots[location_segments(index.locations[slots]) == segment]
         keys, locations = index.keys_at(slots), index.locations[slots].copy()
         self.catalog.evict(keys, locations, self.tick)
+        self._uncount_all(segment)
         self.watcher.removed(keys, locations)
         return len(slots), int(location_page_counts(locations).sum()) * PAGE_BYTES
 
@@ -295,10 +296,14 @@ class Ledger:
     def freed(self, segment: int) -> None:
         """A segment was erased on the drive: nothing in it can come back, so its tombstones are not needed."""
         self.tombstone_bytes -= sum(map(len, self._tombstones.pop(segment, ())))
+        self._uncount_all(segment)
+        self.catalog.scores.reset(segment)
+
+    def _uncount_all(self, segment: int) -> None:
+        """Nothing in a segment is alive any more."""
         for count in self.table.live[segment].values():
             count.leave()
         self.table.live[segment] = {}
-        self.catalog.scores.reset(segment)
 
     # --- namespaces -------------------------------------------------------------------------------------------------
     def add_namespace(self, manifest: bytes) -> NamespaceRef:

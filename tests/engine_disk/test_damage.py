@@ -142,6 +142,29 @@ def test_a_bad_index_block_costs_only_its_own_records() -> None:
     again.check_accounts()
 
 
+def test_what_a_damaged_index_hides_is_not_counted_once_it_is_evicted() -> None:
+    device = FaultyDevice(MemoryDevice(size_bytes=12 * MiB))
+    rig = StoreRig(device, segment_bytes=2 * MiB)
+    ref = rig.namespace()
+    results = [rig.begin_put(ref, key_of(n), b"x" * n) for n in range(600)]
+    rig.settle(lambda: all(result.outcome is not None for result in results))
+    segment = sealed_segment(rig)
+    end = rig.store.table.offset(segment + 1)
+    footer = decode_segment_footer(BlockingIo(device).read(end - PAGE_BYTES, PAGE_BYTES))
+    assert footer is not None
+    device.flip_at_rest(rig.store.table.offset(segment, footer.index_page + 1) + 99, 1)
+    rig.store.table.hold(segment)  # a read in flight: the segment is not free for a while
+    job.start(rig.store.reclaimer.evict(segment))
+    for _ in range(200):
+        rig.poll()
+    assert rig.store.table.state[segment] == SegmentState.EVICTING
+    rig.check_accounts()
+    rig.store.table.release(segment)
+    rig.settle(lambda: not rig.store.reclaimer.running)
+    assert rig.store.table.state[segment] == SegmentState.FREE
+    rig.check_accounts()
+
+
 def test_a_bad_log_block_costs_only_its_own_records() -> None:
     rig, device, ref = filled(20)
     place = rig.store.log.place
