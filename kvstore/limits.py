@@ -51,9 +51,6 @@ LOG_SHARE_COMMITS: Final = 0.5  # of a half: commits of segments that are not se
 LOG_SHARE_MANIFESTS: Final = 0.25  # of a half: namespaces
 LOG_SHARE_TOMBSTONES: Final = 0.125  # of a half: deletes in sealed segments; more, and a segment is evicted for it
 LOG_SHARE_BATCH: Final = 0.125  # of a half: one batch
-EVICT_AHEAD_BYTES: Final = 16 * MiB  # left in the open segment when a segment is evicted: written while that goes on
-EVICT_AHEAD_SHARE: Final = 0.75  # of a small segment
-EVICT_AHEAD_SEGMENTS_MIN: Final = 24  # of fewer a free one is too dear
 MOVE_SHARE_OF_SEGMENT: Final = 0.25  # of the open segment: left when eviction begins, for what is kept (1 - 1 / 1.3)
 MOVE_SHARE_MAX: Final = 0.5  # of a segment: more of it pinned, and moving that gains too little
 RECOVERY_BATCH_BYTES: Final = 64 * MiB  # segment indexes in memory at once
@@ -108,7 +105,7 @@ FRAME_AIM_BYTES: Final = 1 * MiB  # payload that a node puts into one frame, and
 PAYLOAD_WAKE_BYTES: Final = 512 * KiB  # of a granted put's payload: a connection is woken for no less while more comes
 WRITE_JOIN_BYTES_MAX: Final = DEVICE_IO_BYTES_MAX + 256 * KiB  # of neighbours in one write: a wave with its headers
 WRITE_WAVE_BYTES: Final = 4 * MiB  # of a put's arrived records that go to the drive together while more are coming
-WRITE_WAVE_NS: Final = 5 * MS_NS  # how long they wait for each other
+WRITE_WAVE_NS: Final = 2 * MS_NS  # how long they wait for each other
 PUT_WINDOW_BYTES: Final = 32 * MiB  # of one connection's offers that wait for a grant, for payload or for the drive
 PUT_WINDOW_ITEMS: Final = 1_024
 RESULTS_PER_FRAME_MAX: Final = 4_096
@@ -257,6 +254,20 @@ FRAGMENTS_PER_ITEM_MAX: Final = 65_536
 
 # --- rdma ------------------------------------------------------------------------------------------------------
 CHAIN_REQUESTS_MAX: Final = 64  # work requests of one post
+PAIRS_PER_CLIENT_MAX: Final = 2  # queue pairs of one client process at one worker: foreground and background
+PAIRS_MAX: Final = 4_096  # of one worker
+PAIR_REQUESTS_MAX: Final = 256  # work requests of one pair that are posted and have not ended
+PAIR_WAITING_MAX: Final = 65_536  # pieces that wait for their turn at one pair
+PAIR_READS_MAX: Final = 16  # outstanding READs of one pair; mlx5 and rxe take 16 to 128
+PAIR_IDLE_NS: Final = 60 * SECOND_NS
+PAIR_BACKOFF_NS_MIN: Final = 100 * MS_NS
+PAIR_BACKOFF_NS_MAX: Final = 5 * SECOND_NS
+PAIR_PROBE_BYTES: Final = 8 * KiB  # two packets of the largest path MTU
+RAIL_REQUESTS_MAX: Final = 16_384  # of all pairs of a worker: its completion queue must hold all of them if they fail
+COMPLETIONS_PER_TURN_MAX: Final = 1_024  # before the event loop turns to others
+REGIONS_PER_CLIENT_MAX: Final = 4_096
+REGION_CACHE_BYTES_DEFAULT: Final = 64 * GiB
+RDMA_TRANSFER_BYTES_MAX: Final = 1 * GiB  # of one work request; max_msg_sz of RDMA devices is 1 GiB or more
 
 # --- telemetry -------------------------------------------------------------------------------------------------
 SERIES_MAX: Final = 300
@@ -283,3 +294,4 @@ assert ADMIN_BYTES_MAX < FRAME_BODY_BYTES_MAX
 assert READ_AHEAD_BYTES >= 80 + SLICE_BYTES_MAX // CHECKSUM_BYTES_MIN * 4, "a slice's head should fit the read-ahead"
 assert BATCH_ITEMS_MAX * (DIGEST_BYTES + 16) < FRAME_BODY_BYTES_MAX, "a full batch of keys must fit one body"
 assert NAMESPACES_PAGE_MAX * (MANIFEST_BYTES_MAX + KiB) < ADMIN_BYTES_MAX, "a page of namespaces must fit one answer"
+assert CHAIN_REQUESTS_MAX <= PAIR_REQUESTS_MAX <= RAIL_REQUESTS_MAX, "RDMA: each holds the other"

@@ -118,7 +118,8 @@ class FakeFabric:
         """Carries out so many held chains, all by default, which also ends `hold`."""
         if count is None:
             self.is_held, count = False, len(self._waiting)
-        for _ in range(min(count, len(self._waiting))):
+        while count > 0 and self._waiting:
+            count -= 1
             self._carry_out(self._waiting.popleft())
 
     def submit(self, request: _Request) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.testing.fake_verbs import FakeFabric, FakeHardware
+from kvstore.testing.rdma_suite import RdmaSuite
 from kvstore.testing.verbs_suite import Ground, VerbsSuite
 
 
@@ -14,6 +15,12 @@ def two_devices() -> FakeFabric:
 
 
 class TestFakeVerbs(VerbsSuite):
+    @pytest.fixture
+    def ground(self) -> Ground:
+        return Ground(verbs=two_devices(), names=("fake0", "fake1"), gid_index=1)
+
+
+class TestFakeChannel(RdmaSuite):
     @pytest.fixture
     def ground(self) -> Ground:
         return Ground(verbs=two_devices(), names=("fake0", "fake1"), gid_index=1)

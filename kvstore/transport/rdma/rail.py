@@ -1,0 +1,334 @@
+"""One RDMA port with all the queue pairs of a process on it: posts chains, and tells how they ended.
+
+One completion queue serves all pairs; its descriptor wakes the event loop. The work requests of all pairs together are
+bounded by the queue's length, so that it holds every one of them if all fail.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from kvstore.errors import Unavailable
+from kvstore.limits import (
+    COMPLETIONS_PER_TURN_MAX,
+    PAIR_PROBE_BYTES,
+    PAIR_READS_MAX,
+    PAIR_REQUESTS_MAX,
+    RAIL_REQUESTS_MAX,
+)
+from kvstore.transport.rdma.marks import Mark
+from kvstore.transport.rdma.pair_offer import PROBE_WORD_BYTES, PairOffer, path_between
+from kvstore.transport.rdma.pair_queue import PairQueue, Transfer
+from kvstore.transport.rdma.regions import address_of
+from kvstore.transport.rdma.statuses import Status, cause_of
+from kvstore.transport.rdma.verbs import (
+    SUCCESS,
+    Access,
+    Completion,
+    Device,
+    MemoryRegion,
+    PairEnd,
+    QueuePair,
+    VerbsFailure,
+    Work,
+)
+
+_PACKET_NUMBERS: Final = 1 << 24
+
+
+class Pair:
+    """One queue pair of a rail, with what waits for it.
+
+    Attributes:
+        broken: why it ended by itself, a Status; None while it works.
+        mtu_bytes: of the path; 0 before `connect`.
+    """
+
+    __slots__ = ("_mark", "_on_broken", "_ours", "_pair", "_queue", "_rail", "broken", "mtu_bytes", "probe_word")
+
+    def __init__(
+        self, rail: Rail, pair: QueuePair, queue: PairQueue, mark: Mark, on_broken: Callable[[Pair, int], None]
+    ) -> None:
+        self._rail = rail
+        self._pair: QueuePair | None = pair
+        self._queue = queue
+        self._mark = mark
+        self._on_broken = on_broken
+        self._ours: PairOffer | None = None
+        self.broken: int | None = None
+        self.mtu_bytes = 0
+        self.probe_word = b""
+
+    @property
+    def number(self) -> int:
+        """The device's."""
+        return self._pair.number if self._pair is not None else -1
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is on its way."""
+        return self._queue.is_idle
+
+    @property
+    def is_usable(self) -> bool:
+        """It has neither been closed nor broken."""
+        return self._pair is not None
+
+    def offer(self) -> PairOffer:
+        """What the other end must know; the same each time. Raises VerbsFailure."""
+        if self._ours is None:
+            assert self._pair is not None
+            self._ours = self._rail.describe(self._pair)
+        return self._ours
+
+    def connect(self, theirs: PairOffer) -> None:
+        """Makes it usable; the other end does the same. Raises VerbsFailure; then close it."""
+        assert self._pair is not None
+        path = path_between(
+            self.offer(),
+            theirs,
+            port=self._rail.port_number,
+            gid_index=self._rail.gid_index,
+            mark=self._mark,
+            access=self._rail.remote_access,
+        )
+        self._pair.connect(path)
+        self.mtu_bytes = path.mtu_bytes
+
+    def submit(self, transfer: Transfer) -> None:
+        """Moves its bytes, after what waits already; `on_end` is never called from within.
+
+        Raises:
+            Unavailable: the pair is closed or broken.
+            Overloaded: too much waits.
+        """
+        if self._pair is None or self.broken is not None:
+            raise Unavailable("the queue pair is gone; make another one")
+        self._queue.add(transfer)
+        self._rail.pump(self)
+
+    def close(self) -> None:
+        """Destroys it. What has not ended ends as FLUSHED, its memory quiet on this side. Idempotent."""
+        if self._pair is None:
+            return
+        gone, self._pair = self._pair, None
+        self._rail.forget(self, gone.number)
+        gone.close()
+        self._rail.settle(self._queue)
+
+    # --- the rail's --------------------------------------------------------------------------------------------------
+    def post_next(self, room: int) -> int:
+        """Posts one chain; how many work requests it has, 0 when there is none to post."""
+        chain = self._queue.next_chain(room) if self._pair is not None else None
+        if chain is None:
+            return 0
+        assert self._pair is not None
+        self._pair.post(chain.kind, chain.pieces, chain.work_id)
+        return chain.count
+
+    def take(self, completion: Completion) -> Transfer | None:
+        """A chain ended well."""
+        return self._queue.ended(completion)
+
+    @property
+    def posted(self) -> int:
+        """Work requests on their way."""
+        return self._queue.posted
+
+    def drain(self) -> list[Transfer]:
+        """All that has not ended, once no device knows of it."""
+        return self._queue.drain()
+
+    def fail(self, status: int) -> None:
+        """It is in error: closes it and tells its user, after every transfer was told."""
+        if self.broken is None:
+            self.broken = status
+            self.close()
+            self._on_broken(self, status)
+
+
+class Rail:
+    """See the module. Whoever owns the event loop calls `on_readable` when `fileno()` is readable.
+
+    Attributes:
+        device: open; the rail's from now on.
+        remote_access: what other ends may do in the memory that is registered with this device's remote keys.
+        payload_bytes: moved by transfers that ended well.
+        posts, requests: calls into the library that posted, and work requests in these.
+    """
+
+    def __init__(self, device: Device, *, port_number: int, gid_index: int, remote_access: Access) -> None:
+        """
+        Args:
+            device: open.
+            port_number, gid_index: as `rdma_choice.choose_port` found.
+            remote_access: LOCAL_READ (nothing) for a node; REMOTE_READ and REMOTE_WRITE for a client.
+
+        Raises:
+            VerbsFailure: the device refuses what every process needs of it.
+        """
+        self.device = device
+        self.port_number = port_number
+        self.gid_index = gid_index
+        self.remote_access = remote_access
+        self.payload_bytes = 0
+        self.posts = 0
+        self.requests = 0
+        self._room = min(RAIL_REQUESTS_MAX, device.limits.completions_max)
+        self._completions = device.completion_queue(self._room)
+        self._pairs: dict[int, Pair] = {}
+        self._hungry: deque[Pair] = deque()  # pairs that found no room
+        self._ended: deque[tuple[Transfer, int]] = deque()
+        self._pad = memoryview(bytearray(2 * PAIR_PROBE_BYTES))
+        self._pad_region = device.register(
+            address_of(self._pad), len(self._pad), Access.LOCAL_WRITE | Access.REMOTE_READ
+        )
+        self.probe_word = secrets.token_bytes(PROBE_WORD_BYTES)
+        self._pad[:PAIR_PROBE_BYTES] = self.probe_word * (PAIR_PROBE_BYTES // PROBE_WORD_BYTES)
+        self._completions.arm()
+
+    def fileno(self) -> int:
+        """For select or epoll."""
+        return self._completions.fileno()
+
+    @property
+    def pair_count(self) -> int:
+        """Queue pairs that exist."""
+        return len(self._pairs)
+
+    @property
+    def has_ended(self) -> bool:
+        """Transfers wait to be told: call `on_readable` though the descriptor says nothing."""
+        return bool(self._ended)
+
+    def register(self, address: int, length_bytes: int, access: Access) -> MemoryRegion:
+        """As `Device.register`."""
+        return self.device.register(address, length_bytes, access)
+
+    def new_pair(self, mark: Mark, on_broken: Callable[[Pair, int], None]) -> Pair:
+        """A queue pair that is not connected. `on_broken` is told once, when it ends by itself. Raises VerbsFailure."""
+        made = self.device.queue_pair(self._completions, sends_max=PAIR_REQUESTS_MAX, receives_max=0)
+        fence = (self._pad_region.address + PAIR_PROBE_BYTES, self._pad_region.local_key)
+        sends_max = min(PAIR_REQUESTS_MAX, self.device.limits.work_requests_max)
+        pair = Pair(self, made, PairQueue(fence=fence, requests_max=sends_max), mark, on_broken)
+        self._pairs[made.number] = pair
+        return pair
+
+    def describe(self, pair: QueuePair) -> PairOffer:
+        """Our end, as the port is now. Raises VerbsFailure."""
+        port = self.device.port(self.port_number)
+        end = PairEnd(
+            number=pair.number,
+            packet_number=secrets.randbelow(_PACKET_NUMBERS),
+            lid=port.lid,
+            gid=self.device.gid(self.port_number, self.gid_index),
+        )
+        return PairOffer(
+            end=end,
+            mtu_bytes=port.mtu_bytes,
+            reads_max=max(1, min(self.device.limits.reads_max, PAIR_READS_MAX)),
+            probe_address=self._pad_region.address,
+            probe_key=self._pad_region.remote_key,
+            probe_word=self.probe_word,
+        )
+
+    def probe(self, pair: Pair, theirs: PairOffer, on_end: Callable[[int], None]) -> None:
+        """Reads more than one packet out of the other end, and compares: SUCCESS only if the bytes came across."""
+        pad = memoryview(bytearray(PAIR_PROBE_BYTES))
+        region = self.device.register(address_of(pad), len(pad), Access.LOCAL_WRITE)
+        expected = theirs.probe_word * (PAIR_PROBE_BYTES // PROBE_WORD_BYTES)
+
+        def ended(status: int) -> None:
+            region.close()
+            on_end(status if status != SUCCESS or pad == expected else Status.BAD_RESPONSE)
+
+        piece = (region.address, len(pad), region.local_key, theirs.probe_address, theirs.probe_key)
+        pair.submit(Transfer(Work.READ, [piece], ended))
+
+    def on_readable(self) -> None:
+        """Tells how transfers ended. Raises VerbsFailure: the device is gone."""
+        self._completions.take_events()
+        left = COMPLETIONS_PER_TURN_MAX
+        is_armed = False
+        while left > 0:
+            found = self._completions.poll(left)
+            left -= len(found)
+            if found:
+                self._sort(found)
+            elif is_armed:
+                break
+            else:
+                self._completions.arm()  # and poll once more: what ended before it would not wake us
+                is_armed = True
+        if not is_armed:
+            self._completions.arm()
+        self._feed_hungry()
+        while self._ended:
+            transfer, status = self._ended.popleft()
+            transfer.on_end(status)
+
+    def close(self) -> None:
+        """Ends all pairs, then the device. What has not ended is told. Idempotent."""
+        for pair in list(self._pairs.values()):
+            pair.close()
+        while self._ended:
+            transfer, status = self._ended.popleft()
+            transfer.on_end(status)
+        self._completions.close()
+        self._pad_region.close()
+        self.device.close()
+
+    # --- its pairs' --------------------------------------------------------------------------------------------------
+    def pump(self, pair: Pair) -> None:
+        """Posts what the pair has waiting, as far as there is room."""
+        try:
+            while count := pair.post_next(self._room):
+                self._room -= count
+                self.posts += 1
+                self.requests += count
+        except VerbsFailure:
+            pair.fail(Status.LOCAL_OPERATION)
+            return
+        if not self._room:
+            self._hungry.append(pair)
+
+    def forget(self, pair: Pair, number: int) -> None:
+        """The pair is being destroyed: its work requests do not come back."""
+        self._pairs.pop(number, None)
+        self._room += pair.posted
+
+    def settle(self, queue: PairQueue) -> None:
+        """What was on its way at a pair that is destroyed now ends as FLUSHED."""
+        self._ended.extend((transfer, int(Status.FLUSHED)) for transfer in queue.drain())
+
+    def _sort(self, found: list[Completion]) -> None:
+        failed: dict[int, list[Completion]] = {}
+        for one in found:
+            pair = self._pairs.get(one.pair_number)
+            if pair is None:
+                continue  # destroyed meanwhile
+            if one.status != SUCCESS or one.pair_number in failed:
+                failed.setdefault(one.pair_number, []).append(one)
+                continue
+            before = pair.posted
+            transfer = pair.take(one)
+            self._room += before - pair.posted
+            if transfer is not None:
+                self.payload_bytes += sum(piece[1] for piece in transfer.pieces)
+                self._ended.append((transfer, SUCCESS))
+            self.pump(pair)
+        for number, completions in failed.items():
+            cause = cause_of(completions)
+            self._pairs[number].fail(cause.status if cause is not None else Status.FLUSHED)
+
+    def _feed_hungry(self) -> None:
+        for _ in range(len(self._hungry)):
+            if not self._room:
+                return
+            self.pump(self._hungry.popleft())
+
+    def __repr__(self) -> str:
+        return f"<Rail {self.device.name}:{self.port_number}, {len(self._pairs)} pairs>"
