@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import threading
+from dataclasses import FrozenInstanceError
 
 import pytest
 
@@ -12,7 +13,7 @@ from kvstore.limits import BATCH_ITEMS_MAX, REQUEST_NS_MAX, SLICES_PER_FRAME_MAX
 from kvstore.types.checksum import crc_table
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
-from kvstore.types.results import MissReason
+from kvstore.types.results import MissReason, hits_of
 from kvstore.wire import messages as m
 from kvstore.wire.codec import pack_fields
 from kvstore.wire.expected import epoch_of, get_body, plain_get, whole_records
@@ -356,3 +357,11 @@ def test_a_slice_that_differs_in_one_field_is_not_what_is_expected(change) -> No
         body = encode_slices([good._replace(**change) if one == at else good._replace(item=one) for one in (0, 1)])
         head = encode_head(FrameType.DATA, 9, body, payload_bytes=20_000, flags=2)[:32]
         assert whole_records(10_000, 4096).open(bytearray(head), bytearray(body), 2) is None
+
+
+def test_many_hits_are_as_if_made_one_by_one() -> None:
+    ids = [bytes([at]) * 16 for at in range(5)]
+    assert hits_of(7, ids) == [Hit(length_bytes=7, content_id=one) for one in ids]
+    assert repr(hits_of(7, ids)[0]) == repr(Hit(length_bytes=7, content_id=ids[0]))
+    with pytest.raises(FrozenInstanceError):
+        hits_of(7, ids)[0].length_bytes = 8
