@@ -12,11 +12,14 @@ from kvstore.device.memory import MemoryDevice
 from kvstore.engine.allocator import payload_bytes_max
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.check import check_drive
+from kvstore.engine.job import Steps, start
 from kvstore.engine.location import location_segment
 from kvstore.engine.namespaces import index_keys
+from kvstore.engine.sealed import read_index
+from kvstore.engine.segment import SegmentState
 from kvstore.engine.superblock import default_segment_bytes
 from kvstore.errors import InvalidRequest
-from kvstore.limits import SECOND_NS, GiB, KiB, MiB
+from kvstore.limits import PAGE_BYTES, SECOND_NS, GiB, KiB, MiB
 from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice
 from kvstore.testing.store_rig import StoreRig
 from kvstore.types.results import Refused, RefusedReason, Stored
@@ -52,6 +55,41 @@ def test_85_percent_of_the_capacity_can_be_live(capacity_bytes: int, segment_byt
         assert rig.device.allocated_bytes() <= capacity_bytes
     assert most >= 0.85 * capacity_bytes
     assert rig.metrics.evicted_segments > 0
+
+
+def test_a_segment_is_free_before_the_open_one_is_full() -> None:
+    rig = StoreRig(MemoryDevice(size_bytes=64 * MiB), segment_bytes=1 * MiB)
+    ref = rig.namespace()
+    allocator = rig.store.allocator
+    crowded = 0
+    for number in range(1100):
+        rig.put(ref, key_of(number), payload_of(0, 60 * KiB))
+        rig.settle()
+        if rig.metrics.evicted_segments and allocator.open_room_pages() < rig.store.table.segment_pages // 2:
+            crowded += 1
+            assert allocator.free_count(), "a put would wait for an eviction"
+    assert crowded > 20
+
+
+def test_a_page_beside_an_index_that_cannot_be_read_costs_only_itself() -> None:
+    device = FaultyDevice(MemoryDevice(size_bytes=32 * MiB))
+    rig = StoreRig(device, segment_bytes=4 * MiB)
+    ref = rig.namespace()
+    fill(rig, ref, range(100))
+    table = rig.store.table
+    segment = int(table.in_state(SegmentState.SEALED)[0])
+    beside = table.offset(segment + 1) - 10 * PAGE_BYTES
+    device.inject(Fault(action=FaultAction.ERROR, kind=IoKind.READ, start=beside, end=beside + PAGE_BYTES, times=None))
+    found: list[tuple[int, bool]] = []
+
+    def read() -> Steps[None]:
+        entries, complete = yield from read_index(rig.queue, table, segment)
+        found.append((len(entries), complete))
+
+    start(read())
+    rig.settle(lambda: bool(found))
+    assert found[0][0] > 50
+    assert found[0][1], "nothing of the index was lost"
 
 
 def test_default_segments() -> None:
