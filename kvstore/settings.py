@@ -23,6 +23,9 @@ from kvstore.limits import (
     CACHE_BYTES_DEFAULT,
     CAPACITY_BYTES_MIN,
     DATA_DIRS_MAX,
+    LEASE_TTL_NS_DEFAULT,
+    LEASE_TTL_NS_MAX,
+    LEASE_TTL_NS_MIN,
     MS_NS,
     NODE_ID_BYTES_MAX,
     QUEUE_DEPTH_DEFAULT,
@@ -146,7 +149,14 @@ class NodeSettings(BaseSettings):
     cache: Size = Field(CACHE_BYTES_DEFAULT, description="RAM cache for hot chunks; 0 turns it off")
     staging: Size = Field(STAGING_BYTES_DEFAULT, description="memory for transfers in progress")
     ready_file: str = Field("", description="written with the addresses once the node serves")
-    cluster: str = Field("", description="cluster store; empty is a node on its own")
+    cluster: str = Field("", description="cluster store, etcd://HOST:PORT,...; empty is a node on its own")
+    node_label: str = Field("", description="failure domain, such as the rack; empty is the node itself")
+    lease_ttl: Duration = Field(
+        LEASE_TTL_NS_DEFAULT,
+        ge=LEASE_TTL_NS_MIN,
+        le=LEASE_TTL_NS_MAX,
+        description="how long the cluster waits for a node that is silent; whole seconds",
+    )
     node_id: str = Field("", description="name of the node; empty lets the first start choose one and keep it")
     transport: Literal["tcp", "auto", "rdma"] = Field("auto", description="how payload travels")
     device: Literal["auto", "uring", "threads"] = Field("auto", description="how the drive is driven")
@@ -251,11 +261,6 @@ def _check_addresses(settings: NodeSettings) -> None:
 def _check_unbuilt(settings: NodeSettings) -> None:
     if settings.transport == "rdma":
         raise ValueError("transport rdma is not in this build; use tcp or auto")
-    if settings.cluster:
-        raise ValueError(
-            f"cluster {settings.cluster!r}: this build runs a node on its own, without a cluster store; "
-            "leave cluster empty"
-        )
 
 
 _CHECKS: Final = (_check_drives, _check_memory, _check_addresses, _check_unbuilt)

@@ -4,7 +4,7 @@
     targets/ID          registrations, each under its node's lease
     tenants/NAME        documents, by tenant:  who may do what
     quota/NAME                                 how much of the SSDs
-    policy/NAME         how many copies, and the like
+    policy/NAME         how many copies (policy/replicas), and the like
 
 Nothing here grows with chunks or namespaces. Names that people choose are percent-encoded.
 """
@@ -17,10 +17,12 @@ from enum import StrEnum
 from typing import Final
 from urllib.parse import quote, unquote
 
+from kvstore.cluster.plain import decode
 from kvstore.cluster.registration import Registration, decode_registration
 from kvstore.cluster.store import Entry
-from kvstore.cluster.view import TargetId, View, decode_view
+from kvstore.cluster.view import ReplicaPolicy, TargetId, View, decode_view
 from kvstore.errors import InvalidRequest
+from kvstore.limits import CLUSTER_VALUE_BYTES_MAX
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,10 @@ class Document(StrEnum):
     TENANT = "tenants"
     QUOTA = "quota"
     POLICY = "policy"
+
+
+REPLICAS_NAME: Final = f"{Document.POLICY}/replicas"
+"""The document with the cluster's `ReplicaPolicy`, as JSON."""
 
 
 def target_name(target_id: TargetId) -> str:
@@ -63,6 +69,18 @@ def view_of(entries: Mapping[str, Entry]) -> View | None:
     """The view that is stored; None when there is none. Raises InvalidRequest when it makes no sense to us."""
     entry = entries.get(VIEW_NAME)
     return decode_view(entry.value) if entry is not None else None
+
+
+def replicas_of(entries: Mapping[str, Entry]) -> ReplicaPolicy | None:
+    """How many copies the operator wants; None when nothing is said. A document that makes no sense is logged."""
+    entry = entries.get(REPLICAS_NAME)
+    if entry is None:
+        return None
+    try:
+        return ReplicaPolicy.from_plain(decode(entry.value, what="replica policy", bytes_max=CLUSTER_VALUE_BYTES_MAX))
+    except InvalidRequest as error:
+        log.warning("%s is left out: %s", REPLICAS_NAME, error)
+        return None
 
 
 def registrations_of(entries: Mapping[str, Entry]) -> dict[TargetId, Registration]:

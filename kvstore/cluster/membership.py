@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Final
 
 from kvstore.cluster import transitions
-from kvstore.cluster.catalog import VIEW_NAME, registrations_of, target_name, target_of, view_of
+from kvstore.cluster.catalog import VIEW_NAME, registrations_of, replicas_of, target_name, target_of, view_of
 from kvstore.cluster.registration import Registration, encode_registration
 from kvstore.cluster.settling import Attendance, Overdue, Periods, settle
 from kvstore.cluster.store import ABSENT, NO_LEASE, Change, ClusterStore, Entry, Image, Lease
@@ -39,7 +39,7 @@ class Membership:
         store: Owned from now on.
         cluster: Name of the cluster.
         known: The newest view that this node has ever seen, from its last life; None at its first start.
-        on_change: Called when `view` or `fenced` changes.
+        on_change: Called when `view` or `fenced` changes, and when the lease is renewed.
         clock: Monotonic nanoseconds.
     """
 
@@ -85,6 +85,11 @@ class Membership:
     def fenced(self) -> bool:
         """Whether this node must refuse puts, deletes and changes of policy: nobody vouches for it. Gets go on."""
         return self._clock() >= self._held_until_ns or not self._is_vouched_for()
+
+    @property
+    def writes_ns(self) -> int:
+        """For how long from now on writes may be taken without asking again: 0 when fenced."""
+        return 0 if self.fenced else max(0, self._held_until_ns - self._clock())
 
     @property
     def failure(self) -> str:
@@ -203,7 +208,8 @@ class Membership:
         view = self._view
         assert view is not None, "loaded before anything is done"
         overdue = self._attendance.overdue(view, self._clock())
-        settled = settle(view, registrations_of(self._entries), overdue, self._periods)
+        registered, replicas = registrations_of(self._entries), replicas_of(self._entries)
+        settled = settle(view, registered, overdue, self._periods, replicas)
         if settled != view:
             try:
                 await self._put_view(settled)
@@ -338,7 +344,8 @@ class Membership:
             self._fence_timer.cancel()
         left_s = max(0, self._held_until_ns - self._clock()) / SECOND_NS
         self._fence_timer = asyncio.get_running_loop().call_later(left_s, self._tell)
-        self._tell()
+        self._was_fenced = self.fenced
+        self._on_change()
 
     def _let_go(self) -> None:
         """The lease has ended: nothing that was written under it stands. Register in a new session."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvstore.cluster import transitions
 from kvstore.cluster.registration import Registration
-from kvstore.cluster.view import TargetId, TargetState, View
+from kvstore.cluster.view import ReplicaPolicy, TargetId, TargetState, View
 from kvstore.limits import ABSENT_GRACE_NS, DOWN_KEEP_NS, PREVIOUS_KEEP_NS_DEFAULT
 
 
@@ -88,13 +88,23 @@ class Attendance:
         return min((time for time in times if time > now_ns), default=None)
 
 
-def settle(view: View, registrations: Mapping[TargetId, Registration], overdue: Overdue, periods: Periods) -> View:
+def settle(
+    view: View,
+    registrations: Mapping[TargetId, Registration],
+    overdue: Overdue,
+    periods: Periods,
+    replicas: ReplicaPolicy | None = None,
+) -> View:
     """The view with everything done that is due; the same one when nothing is.
+
+    Args:
+        replicas: What the operator wants; None leaves it as it is.
 
     Raises:
         InvalidRequest: as `transitions.join`.
     """
     keep_ns = periods.previous_ns
+    view = transitions.set_replicas(view, replicas) if replicas is not None else view
     for name in sorted(registrations):
         registration = registrations[name]
         view = transitions.replace_target(view, registration, keep_ns=keep_ns)

@@ -90,6 +90,7 @@ class DataPlane:
         quick_engine: the engine while new requests are taken.
         requests_memory: what clients' requests take, all together.
         is_draining: new puts are refused.
+        fenced_from_ns: when puts and deletes are refused because nobody vouches for the node (see `hold_writes`).
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class DataPlane:
         self.faults = RepeatLogger(log)
         self.epoch = 0
         self.is_draining = False
+        self.fenced_from_ns = _NEVER_NS
         self.now_ns = clock()
         self.clock = clock
         self.requests_memory = MemoryBudget(REQUESTS_BYTES_MAX)
@@ -384,10 +386,12 @@ class DataPlane:
         self._engine_is_due = True
 
     def _delete(self, connection: Connection, frame: Frame) -> None:
+        self._check_fence()
         lookups.delete(connection, frame.body, self._serving(connection), self.now_ns)
         self._engine_is_due = True
 
     def _drop(self, connection: Connection, frame: Frame) -> None:
+        self._check_fence()
         lookups.drop(connection, frame.body, self._serving(connection), self.now_ns)
         self._engine_is_due = True
 
@@ -480,12 +484,24 @@ class DataPlane:
                 f"the write was planned with view {frame.epoch}, the node has {self.epoch}: ask for the view"
             )
 
+    def _check_fence(self) -> None:
+        if self.now_ns >= self.fenced_from_ns:
+            raise Unavailable(self._words_of_fence())
+
+    def _words_of_fence(self) -> str:
+        return (
+            f"node {self._identity.node_id} is fenced: its lease in the cluster store is not renewed, "
+            "so it serves reads only; is the store reachable from it?"
+        )
+
     def _put_refusal(self, connection: Connection) -> Refused | None:
         if connection.grant is not None and Scope.WRITE not in connection.grant.scopes:
             self.metrics.denied[DeniedKind.SCOPE] += 1
             return Refused(RefusedReason.DENIED, f"the token of tenant {connection.grant.tenant!r} may not write")
         if self.is_draining:
             return Refused(RefusedReason.DRAINING, f"node {self._identity.node_id} is draining: write to another")
+        if self.now_ns >= self.fenced_from_ns:
+            return Refused(RefusedReason.DRAINING, self._words_of_fence())
         return None
 
 

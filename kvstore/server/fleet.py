@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 import kvstore
-from kvstore.cluster.view import Target, TargetState, View
+from kvstore.cluster.view import READ_STATES, Target, TargetState, View
 from kvstore.errors import Internal, KVStoreError
 from kvstore.limits import CONTROL_DEADLINE_NS, SECOND_NS, GiB
 from kvstore.server.report import NodeReport, NodeState, WorkerState
@@ -30,10 +30,16 @@ _TARGET_STATES = {
 class Fleet:
     """Owns the view: it changes when a worker does, and goes to the workers and to everybody who watches.
 
-    `start_epoch` must be at least every epoch that this node ever showed.
+    Args:
+        start_epoch: At least every epoch that this node ever showed.
+        shown: Of a node in a cluster: the cluster's view as known last, which is shown instead of the node's own.
     """
 
-    def __init__(self, *, node_id: str, start_epoch: int, metrics: SupervisorMetrics) -> None:
+    def __init__(
+        self, *, node_id: str, start_epoch: int, metrics: SupervisorMetrics, shown: View | None = None
+    ) -> None:
+        self.node_id = node_id
+        self._shown = shown
         self._workers: Sequence[WorkerHandle] = ()
         self._view = View(epoch=start_epoch, node_id=node_id, targets=())
         self._stopping = False
@@ -58,7 +64,22 @@ class Fleet:
     @property
     def view(self) -> View:
         """The view now."""
-        return self._view
+        return self._view if self._shown is None else self._shown
+
+    def show(self, view: View) -> None:
+        """The cluster has a newer view."""
+        self._shown = view
+        self.changed()
+
+    def served(self) -> list[tuple[Target, int, bytes]]:
+        """The targets that this node's workers serve now, with their capacity in bytes and their worker's boot id."""
+        return [
+            (target, owned.capacity_bytes, worker.readiness.boot_id)
+            for worker in self._workers
+            if worker.readiness is not None
+            for owned, target in zip(worker.readiness.targets, self._targets(worker), strict=True)
+            if target.state in READ_STATES
+        ]
 
     @property
     def state(self) -> NodeState:
@@ -90,7 +111,7 @@ class Fleet:
         before = self._view
         self._view = before.with_targets(target for worker in self._workers for target in self._targets(worker))
         self._metrics.serving = int(self.serving)
-        self._metrics.epoch = self._view.epoch
+        self._metrics.epoch = self.view.epoch
         self._metrics.workers = sum(worker.state is WorkerState.SERVING for worker in self._workers)
         self._metrics.worker_restarts = sum(worker.restarts for worker in self._workers)
         changed, self._changed = self._changed, asyncio.Event()
@@ -104,9 +125,10 @@ class Fleet:
         """The view if it is newer than `known_epoch`, then every newer one; some may be skipped. Ends with the node."""
         while True:
             change = self.next_change()
-            if self._view.epoch > known_epoch:
-                known_epoch = self._view.epoch
-                yield self._view
+            view = self.view
+            if view.epoch > known_epoch:
+                known_epoch = view.epoch
+                yield view
             if self._stopping:
                 return
             await change.wait()
@@ -115,7 +137,7 @@ class Fleet:
         """Tell the workers of the view, so that they attach its epoch to replies."""
         for worker in self._workers:
             try:
-                await worker.channel.admin("view_set", self._view.to_plain(), deadline_ns=CONTROL_DEADLINE_NS)
+                await worker.channel.admin("view_set", self.view.to_plain(), deadline_ns=CONTROL_DEADLINE_NS)
             except KVStoreError as error:
                 log.debug("view not sent: %s", error)  # it is down, and gets the view when it serves again
 
@@ -133,10 +155,10 @@ class Fleet:
     async def report(self) -> NodeReport:
         """Everything about the node."""
         return NodeReport(
-            node_id=self._view.node_id,
+            node_id=self.node_id,
             version=kvstore.__version__,
             state=self.state,
-            epoch=self._view.epoch,
+            epoch=self.view.epoch,
             uptime_seconds=(time.monotonic_ns() - self._started_ns) / SECOND_NS,
             pid=os.getpid(),
             grpc=self.grpc_address,

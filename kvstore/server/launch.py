@@ -18,6 +18,7 @@ Verbs of ADMIN, arguments -> value (msgpack maps); ERROR where it fails:
                 "keys": [{"status": int (0 or a MissReason), "text": one sentence, "ago_ns": int}, ...]}
     scrub       {"bytes_second": int} -> {"started": bool}
     drain       {"resume": bool} -> {"draining": bool}
+    hold_writes  {"for_ns": int} -> {}: take puts and deletes for so long; the next one counts from its receipt
     count_lookup  {"keys": int, "hits": int} -> {}: a lookup that the supervisor made of several workers
     view_set    the view as plain data -> {}
     shutdown    {"within_ns": int} -> {}: refuse new calls, finish those in progress within the time, close the drives,
@@ -55,6 +56,7 @@ class WorkerLaunch:
         write_amplification_max: bound of re-insertion.
         endurance_bytes_day: what each drive is rated for; 0 is not set.
         scrub_bytes_second: background verification for each drive; 0 is off.
+        is_member: of a cluster: puts and deletes are refused but for the time that `hold_writes` gives.
         has_tenants: nobody is admitted before the supervisor has sent the tenants (`tenants_set`).
         drain_ns: how long calls in progress may take after SIGTERM.
     """
@@ -79,6 +81,7 @@ class WorkerLaunch:
     has_tenants: bool
     log_level: str
     log_format: str
+    is_member: bool = False
 
     def to_argument(self) -> str:
         """The one command line argument that `from_argument` reads."""

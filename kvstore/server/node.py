@@ -33,6 +33,7 @@ from kvstore.server.places import (
     remove_ready_file,
     write_ready_file,
 )
+from kvstore.server.seat import open_seat
 from kvstore.server.wire_edge import WireEdge
 from kvstore.server.worker_handle import WorkerHandle
 from kvstore.settings import NodeSettings, is_wildcard
@@ -78,7 +79,13 @@ class Node:
         self._node_id = settings.node_id or self._kept(_NODE_ID_KEY) or f"node-{uuid.uuid4().hex[:12]}"
         # on raw devices alone nothing of ours is kept between starts, so the clock must tell them apart
         self._boots = int(self._kept(_BOOTS_KEY) or 0) + 1 if self._store else int(time.time())
-        self._fleet = Fleet(node_id=self._node_id, start_epoch=self._boots << _CHANGES_BITS, metrics=self._metrics)
+        self._seat = open_seat(settings, self._node_id)
+        self._fleet = Fleet(
+            node_id=self._node_id,
+            start_epoch=self._boots << _CHANGES_BITS,
+            metrics=self._metrics,
+            shown=self._seat.view if self._seat else None,
+        )
         self._grpc_socket = str(Path(private_dir) / "grpc.sock")
         self._access = Access(Path(settings.tenants) if settings.tenants else None)
         self._control = Control(self._fleet, self._access)
@@ -88,7 +95,7 @@ class Node:
         )
         self._http_edge = HttpEdge(self._fleet, access=self._access)
         self._workers = [
-            WorkerHandle(launch, on_change=self._fleet.changed, tenants=self._access.book)
+            WorkerHandle(launch, on_change=self._worker_changed, tenants=self._access.book)
             for launch in plan_workers(settings, self._node_id)
         ]
         self._reloads: set[asyncio.Task[None]] = set()
@@ -103,6 +110,8 @@ class Node:
         self._fleet.adopt(self._workers)
         lives = [asyncio.create_task(worker.run()) for worker in self._workers]
         followers = [asyncio.create_task(follow) for follow in (self._follow_health(), self._follow_view())]
+        if self._seat:
+            followers.append(asyncio.create_task(self._seat.run(self._fleet)))
         try:
             await self._until_serving(lives)
             if not self._stop.is_set():
@@ -116,6 +125,11 @@ class Node:
                 task.cancel()
             await asyncio.gather(*lives, *followers, return_exceptions=True)
             await self._close()
+
+    def _worker_changed(self) -> None:
+        self._fleet.changed()
+        if self._seat:
+            self._seat.workers_changed(self._fleet)
 
     def _signalled(self, signum: int) -> None:
         if self._stop.is_set():
@@ -215,7 +229,10 @@ class Node:
 
     async def _drain(self) -> None:
         self._fleet.stop_placing()
-        await asyncio.gather(*(worker.stop(within_ns=self._settings.drain_timeout) for worker in self._workers))
+        goodbye = [self._seat.close()] if self._seat else []
+        await asyncio.gather(
+            *goodbye, *(worker.stop(within_ns=self._settings.drain_timeout) for worker in self._workers)
+        )
 
     async def _close(self) -> None:
         self._wire_edge.stop()
@@ -253,6 +270,7 @@ def plan_workers(settings: NodeSettings, node_id: str) -> list[WorkerLaunch]:
             endurance_bytes_day=settings.drive_endurance,
             scrub_bytes_second=settings.scrub_rate,
             drain_ns=settings.drain_timeout,
+            is_member=bool(settings.cluster),
             has_tenants=bool(settings.tenants),
             log_level=settings.log_level,
             log_format=settings.log_format,

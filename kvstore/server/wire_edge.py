@@ -211,7 +211,7 @@ class _WireResponder:
         return Welcome(
             version=VERSION,
             features=Feature.NONE,
-            node_id=view.node_id,
+            node_id=self._fleet.node_id,
             boot_id=self._boot_id,
             epoch=view.epoch,
             body_bytes_max=_BODY_BYTES_MAX,

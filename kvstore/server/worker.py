@@ -64,6 +64,8 @@ class Worker:
             metrics=self._metrics,
             clock=time.monotonic_ns,
         )
+        if launch.is_member:
+            self.hold_writes(for_ns=0)
         self._admin: Connection | None = None
         self._end_ns: int | None = None  # when it ends at the latest, once it was told to
         self._exit_code = 0
@@ -88,6 +90,10 @@ class Worker:
                 drive.engine.resume()
             else:
                 drive.engine.drain()
+
+    def hold_writes(self, *, for_ns: int) -> None:
+        """Take puts and deletes for so long, then refuse them until told again: the node's lease has so long to go."""
+        self._plane.fenced_from_ns = time.monotonic_ns() + for_ns
 
     def count_lookup(self, *, key_count: int, hit_count: int) -> None:
         """Take a lookup of the whole node into the hit rate."""

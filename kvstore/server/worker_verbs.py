@@ -9,7 +9,14 @@ from typing import Protocol
 from kvstore.cluster.view import View
 from kvstore.engine.explain import KeyFate
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.limits import BATCH_ITEMS_MAX, DIGEST_BYTES, EXPLAIN_KEYS_MAX, NAMESPACES_PAGE_MAX, SHUTDOWN_NS_MAX
+from kvstore.limits import (
+    BATCH_ITEMS_MAX,
+    DIGEST_BYTES,
+    EXPLAIN_KEYS_MAX,
+    LEASE_TTL_NS_MAX,
+    NAMESPACES_PAGE_MAX,
+    SHUTDOWN_NS_MAX,
+)
 from kvstore.server.drives import Drive
 from kvstore.server.tenants import TenantBook
 from kvstore.telemetry.metrics import ProcessMetrics
@@ -36,6 +43,9 @@ class WorkerControl(Protocol):
 
     def drain(self, *, resume: bool) -> None:
         """Refuse puts, or take them again."""
+
+    def hold_writes(self, *, for_ns: int) -> None:
+        """Take puts and deletes for so long."""
 
     def count_lookup(self, *, key_count: int, hit_count: int) -> None:
         """Take a lookup of the whole node into the hit rate."""
@@ -85,6 +95,7 @@ class WorkerVerbs:
             "explain": self._explain,
             "scrub": self._scrub,
             "drain": self._drain,
+            "hold_writes": self._hold_writes,
             "count_lookup": self._count_lookup,
             "view_set": self._view_set,
             "owner": self._owner,
@@ -174,6 +185,10 @@ class WorkerVerbs:
     def _drain(self, arguments: Arguments) -> Plain:
         self._control.drain(resume=arguments.get("resume") is True)
         return {"draining": self._control.is_draining}
+
+    def _hold_writes(self, arguments: Arguments) -> Plain:
+        self._control.hold_writes(for_ns=_number(arguments, "for_ns", LEASE_TTL_NS_MAX))
+        return {}
 
     def _count_lookup(self, arguments: Arguments) -> Plain:
         keys = _number(arguments, "keys", BATCH_ITEMS_MAX)

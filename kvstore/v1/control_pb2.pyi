@@ -29,14 +29,16 @@ class Target(_message.Message):
     def __init__(self, id: _Optional[str] = ..., data: _Optional[_Iterable[str]] = ..., weight: _Optional[float] = ..., state: _Optional[str] = ...) -> None: ...
 
 class View(_message.Message):
-    __slots__ = ("epoch", "node_id", "targets")
+    __slots__ = ("epoch", "node_id", "targets", "document")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     node_id: str
     targets: _containers.RepeatedCompositeFieldContainer[Target]
-    def __init__(self, epoch: _Optional[int] = ..., node_id: _Optional[str] = ..., targets: _Optional[_Iterable[_Union[Target, _Mapping]]] = ...) -> None: ...
+    document: str
+    def __init__(self, epoch: _Optional[int] = ..., node_id: _Optional[str] = ..., targets: _Optional[_Iterable[_Union[Target, _Mapping]]] = ..., document: _Optional[str] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()

@@ -12,15 +12,24 @@ from typing import Any
 import pytest
 
 from kvstore.cluster import transitions
-from kvstore.cluster.catalog import VIEW_NAME, target_name, view_of
+from kvstore.cluster.catalog import (
+    REPLICAS_NAME,
+    VIEW_NAME,
+    Document,
+    document_name,
+    documents_of,
+    target_name,
+    view_of,
+)
 from kvstore.cluster.etcd_client import EtcdClient
 from kvstore.cluster.etcd_store import EtcdClusterStore
 from kvstore.cluster.membership import Membership
+from kvstore.cluster.plain import encode
 from kvstore.cluster.registration import Registration, encode_registration
 from kvstore.cluster.settling import Periods
 from kvstore.cluster.store import Change, ClusterStore, Image
 from kvstore.cluster.store_address import EtcdAddress, EtcdSecrets
-from kvstore.cluster.view import Target, TargetState, View, encode_view
+from kvstore.cluster.view import ReplicaPolicy, Target, TargetState, View, encode_view
 from kvstore.errors import Unavailable
 from kvstore.limits import SECOND_NS, GiB
 from kvstore.testing.etcd_process import EtcdProcess
@@ -372,6 +381,26 @@ def test_a_view_that_nobody_understands_leaves_the_last_one(shared_etcd: EtcdPro
             await store.put(VIEW_NAME, encode_view(replace(last, epoch=100)))
             await store.close()
             await until(lambda: node.view.epoch >= 100 and not node.member.fenced)
+
+    run(body)
+
+
+def test_the_policy_of_copies_reaches_every_view(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd, 0, 1) as cluster:
+            await until(lambda: all(len(node.states()) == 2 for node in cluster.nodes))
+            store = cluster.open_store()
+            wanted = ReplicaPolicy(copies=2, head_copies=3, head_runs=2)
+            await store.put(REPLICAS_NAME, encode(wanted.to_plain()))
+            await until(lambda: all(node.view.replicas == wanted for node in cluster.nodes))
+            await store.put(REPLICAS_NAME, '{"copies": 17}')  # makes no sense: nothing changes, and nobody stops
+            await store.put(document_name(Document.TENANT, "größe/1"), "{}")
+            image = await store.load()
+            assert documents_of(image.entries, Document.TENANT) == {"größe/1": "{}"}
+            await store.close()
+            cluster.add(2)
+            await until(lambda: all(len(node.states()) == 3 for node in cluster.nodes))
+            assert all(node.view.replicas == wanted for node in cluster.nodes)
 
     run(body)
 

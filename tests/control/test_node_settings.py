@@ -118,7 +118,6 @@ def test_capacity_is_shared_by_the_drives() -> None:
         ({"grpc_port": "7401"}, ["must differ", "7401"]),
         ({"transport": "rdma"}, ["rdma", "not in this build", "tcp"]),
         ({"transport": "carrier pigeon"}, ["--transport", "tcp"]),
-        ({"cluster": "etcd://h:2379"}, ["etcd://h:2379", "leave cluster empty"]),
         ({"cache": "900TiB"}, ["900TiB", "90 %", "lower cache"]),
         ({"staging": "1MiB"}, ["staging", "16MiB"]),
         ({"segment_bytes": "512MiB"}, ["512MiB", "64MiB", "0 chooses"]),

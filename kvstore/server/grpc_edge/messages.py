@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvstore.cluster.view import Target, TargetState, View
+from kvstore.cluster.view import View, decode_view, encode_view
 from kvstore.limits import SECOND_NS
 from kvstore.server.report import (
     Answer,
@@ -32,16 +32,12 @@ def view_message(view: View) -> pb.View:
     targets = [
         pb.Target(id=target.id, data=target.data, weight=target.weight, state=target.state) for target in view.targets
     ]
-    return pb.View(epoch=view.epoch, node_id=view.node_id, targets=targets)
+    return pb.View(epoch=view.epoch, node_id=view.node_id, targets=targets, document=encode_view(view))
 
 
 def view_value(message: pb.View) -> View:
-    """Inverse of `view_message`."""
-    targets = tuple(
-        Target(id=target.id, data=tuple(target.data), weight=target.weight, state=TargetState(target.state))
-        for target in message.targets
-    )
-    return View(epoch=message.epoch, node_id=message.node_id, targets=targets)
+    """Inverse of `view_message`. Raises InvalidRequest when the view makes no sense to this version."""
+    return decode_view(message.document)
 
 
 def stats_message(report: NodeReport) -> pb.Stats:

@@ -1,0 +1,157 @@
+"""A node's seat in its cluster: what its workers serve is registered, what the cluster says is shown to everybody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Final
+
+from kvstore.cluster.membership import Membership
+from kvstore.cluster.node_file import replace_file
+from kvstore.cluster.registration import Registration
+from kvstore.cluster.store import ClusterStore
+from kvstore.cluster.store_address import EtcdAddress, FileAddress, open_cluster_store, parse_store_address
+from kvstore.cluster.view import TargetState, View, decode_view, encode_view
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.limits import CONTROL_DEADLINE_NS
+from kvstore.server.fleet import Fleet
+from kvstore.server.worker_handle import WorkerHandle
+from kvstore.settings import NodeSettings
+
+log = logging.getLogger(__name__)
+
+VIEW_FILE: Final = "view.json"
+"""The newest view that this node has seen, in its first data folder: it is served while the store is away."""
+
+_FILE_CLUSTER: Final = "default"
+
+
+def open_seat(settings: NodeSettings, node_id: str) -> Seat | None:
+    """The seat that the settings ask for; None for a node on its own. Asks nobody yet.
+
+    Raises:
+        InvalidRequest: `cluster` is no address, or a file that it names cannot be read.
+        Unavailable, FormatUnsupported: as `FileClusterStore`.
+    """
+    if not settings.cluster:
+        return None
+    address = parse_store_address(settings.cluster)
+    folder = next((path for path in map(Path, settings.data_dir) if path.is_dir()), None)
+    return Seat(
+        open_cluster_store(address),
+        cluster=_name_of(address),
+        node_id=node_id,
+        label=settings.node_label,
+        ttl_ns=settings.lease_ttl,
+        view_path=folder / VIEW_FILE if folder is not None else None,
+    )
+
+
+class Seat:
+    """See the module. `run` is its one task; `close` gives the seat up.
+
+    Args:
+        store: Owned from now on.
+        view_path: Where the newest view is kept; None keeps it nowhere.
+    """
+
+    def __init__(
+        self, store: ClusterStore, *, cluster: str, node_id: str, label: str, ttl_ns: int, view_path: Path | None
+    ) -> None:
+        self._node_id = node_id
+        self._label = label
+        self._view_path = view_path
+        self._changed = asyncio.Event()
+        known = _read_view(view_path, cluster)
+        self._shown = known or View(epoch=0, node_id="", targets=(), cluster=cluster)
+        self._membership = Membership(store, cluster=cluster, known=known, on_change=self._changed.set, ttl_ns=ttl_ns)
+
+    @property
+    def view(self) -> View:
+        """The newest view that is known; of epoch 0 and empty when there was none yet."""
+        return self._membership.view or self._shown
+
+    @property
+    def failure(self) -> str:
+        """Why the cluster store cannot be asked; "" when it can."""
+        return self._membership.failure
+
+    def workers_changed(self, fleet: Fleet) -> None:
+        """Register what the workers serve now. A drained worker's targets are to leave the cluster."""
+        self._membership.register(
+            [
+                Registration(
+                    id=target.id,
+                    data=target.data,
+                    capacity_bytes=capacity_bytes,
+                    node_id=self._node_id,
+                    label=self._label,
+                    disk_id=target.id,  # a drive's id is what names its target
+                    boot_id=boot_id.hex(),
+                    session="",
+                    wants_drain=target.state is TargetState.DRAINING,
+                )
+                for target, capacity_bytes, boot_id in fleet.served()
+            ]
+        )
+        self._changed.set()  # a worker that was started again does not know how long it may write
+
+    async def run(self, fleet: Fleet) -> None:
+        """Follow the cluster until cancelled."""
+        membership = asyncio.create_task(self._membership.run())
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                await self._tell_workers(fleet)
+                self._show(fleet)
+        finally:
+            membership.cancel()
+            await asyncio.gather(membership, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Tell the cluster that this node is going, and let go of the store."""
+        await self._membership.close()
+
+    async def _tell_workers(self, fleet: Fleet) -> None:
+        """A worker that cannot be told stops taking writes by itself, when the time that it was told last is over."""
+
+        async def tell(worker: WorkerHandle) -> None:
+            try:
+                arguments = {"for_ns": self._membership.writes_ns}
+                await worker.channel.admin("hold_writes", arguments, deadline_ns=CONTROL_DEADLINE_NS)
+            except KVStoreError as error:
+                log.debug("worker not told of the lease: %s", error)
+
+        await asyncio.gather(*map(tell, fleet.workers))
+
+    def _show(self, fleet: Fleet) -> None:
+        view = self.view
+        if view == self._shown:
+            return
+        self._shown = view
+        fleet.show(view)
+        if self._view_path is not None:
+            try:
+                replace_file(self._view_path, encode_view(view).encode())
+            except OSError as error:
+                log.warning("view is not kept in %s: %s", self._view_path, error.strerror)
+
+
+def _name_of(address: EtcdAddress | FileAddress) -> str:
+    return address.cluster if isinstance(address, EtcdAddress) else _FILE_CLUSTER
+
+
+def _read_view(path: Path | None, cluster: str) -> View | None:
+    """What an earlier life kept. A damaged file is as good as none: the store knows better."""
+    if path is None:
+        return None
+    try:
+        view = decode_view(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError, InvalidRequest) as error:
+        log.warning("the last view in %s cannot be used: %s", path, error)
+        return None
+    return view if view.cluster == cluster else None
