@@ -10,7 +10,7 @@ from typing import Final
 from kvstore.cli.screen import Screen
 from kvstore.device.probe import open_device
 from kvstore.engine.check import CheckReport, check_drive
-from kvstore.engine.engine import data_file
+from kvstore.engine.drive import data_file
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.limits import SECOND_NS
 from kvstore.server.summary import words_of_bytes

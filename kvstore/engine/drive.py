@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import stat
 import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Final
 
 from kvstore.device.base import Device
 from kvstore.engine.blocking import BlockingIo, pages
@@ -21,6 +25,8 @@ from kvstore.engine.superblock import (
 )
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.limits import PAGE_BYTES
+
+DATA_FILE: Final = "kvstore.data"
 
 _log = logging.getLogger(__name__)
 
@@ -104,3 +110,17 @@ def _erase(io: BlockingIo, superblock: Superblock, segment: int) -> None:
     for offset in (start + superblock.segment_bytes - PAGE_BYTES, start):
         if any(io.read(offset, PAGE_BYTES).cast("Q")):
             io.write(offset, pages(PAGE_BYTES))
+
+
+def data_file(path: str | Path) -> Path:
+    """Where the bytes of a store are: DATA_FILE in a folder, or the file or block device itself."""
+    path = Path(path)
+    return path / DATA_FILE if path.is_dir() else path
+
+
+def is_block_device(path: Path) -> bool:
+    """Whether a path names a block device; False for what is not there."""
+    try:
+        return stat.S_ISBLK(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return False

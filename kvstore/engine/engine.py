@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import os
 import select
-import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +18,13 @@ from kvstore.device.base import Device
 from kvstore.device.health import DriveHealth
 from kvstore.device.probe import open_device
 from kvstore.device.queue import DispatchQueue
-from kvstore.engine import explain as fates
 from kvstore.engine.api import MatchOutcome, NamespaceRef, PutSpec, PutTicket, ReadHandle, ReadSink, ReadSpec, ReadyItem
 from kvstore.engine.arena import Arena
 from kvstore.engine.cache import Cache, CachedRecord, HeaderLru
 from kvstore.engine.catalog import Catalog
-from kvstore.engine.drive import prepare_drive
+from kvstore.engine.drive import data_file, is_block_device, prepare_drive
 from kvstore.engine.estimate import DayMeter, LoadEstimator
-from kvstore.engine.explain import KeyFate
+from kvstore.engine.explain import KeyFate, fate_of
 from kvstore.engine.glance import Glance
 from kvstore.engine.hooks import Hooks
 from kvstore.engine.identity import NO_CLUSTER, refuse_foreign_file
@@ -60,7 +57,6 @@ from kvstore.telemetry.metrics import DeviceMetrics, EngineMetrics
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import Exists, MissReason, Refused
 
-DATA_FILE: Final = "kvstore.data"
 _RECORD_PAGES_MIN: Final = 1  # a record of no bytes is its header page
 
 
@@ -359,21 +355,14 @@ class DriveEngine:
 
     def _explain(self, ref: NamespaceRef, key: bytes) -> KeyFate:
         key16 = index_key(ref, key)
-        key0, key1 = int.from_bytes(key16[:8], "little"), int.from_bytes(key16[8:], "little")
-        slot = self.catalog.index.find(key0, key1)
         ticket = self._pending.get(key16)
-        event = self.catalog.history.event(key0, key1)
-        left_ns = self._volatile_left_ns(ref, key)
-        if slot >= 0:
-            ago = self._tick - self.catalog.index.access_at(slot)
-            return fates.stored(self.catalog.index.location_at(slot), ago_ticks=max(ago, 0))
-        if left_ns:
-            return fates.volatile(left_ns=left_ns)
-        if ticket is not None:
-            return fates.pending(received=ticket.received)
-        if event is not None:
-            return fates.gone(event, ago_ticks=max(self._tick - event.tick, 0))
-        return fates.unknown(remembered=len(self.catalog.history))
+        return fate_of(
+            self.catalog,
+            key16,
+            tick=self._tick,
+            left_ns=self._volatile_left_ns(ref, key),
+            received=ticket.received if ticket is not None else None,
+        )
 
     # --- reading ------------------------------------------------------------------------------------------------------
     def read(self, spec: ReadSpec, sink: ReadSink, *, now_ns: int) -> ReadHandle:
@@ -600,20 +589,6 @@ class DriveEngine:
 
 _PREFETCH_NS: Final = 60 * SECOND_NS
 _CLOSE_TURN_MS: Final = 10
-
-
-def data_file(path: str | Path) -> Path:
-    """Where the bytes of a store are: DATA_FILE in a folder, or the file or block device itself."""
-    path = Path(path)
-    return path / DATA_FILE if path.is_dir() else path
-
-
-def is_block_device(path: Path) -> bool:
-    """Whether a path names a block device; False for what is not there."""
-    try:
-        return stat.S_ISBLK(os.stat(path).st_mode)
-    except FileNotFoundError:
-        return False
 
 
 def _each(keys: bytes) -> list[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from kvstore.engine.catalog import Catalog
 from kvstore.engine.history import Event, Fate
 from kvstore.engine.location import location_depth, location_pages
 from kvstore.engine.policy import TickClock
@@ -27,6 +28,30 @@ class KeyFate:
     status: int
     text: str
     ago_ns: int
+
+
+def fate_of(catalog: Catalog, key16: bytes, *, tick: int, left_ns: int, received: bool | None) -> KeyFate:
+    """What became of a key.
+
+    Args:
+        key16: its index key.
+        tick: the access tick now.
+        left_ns: of its life, where it lives in RAM only; else 0.
+        received: whether a put of it has come whole; None without one in progress.
+    """
+    key0, key1 = int.from_bytes(key16[:8], "little"), int.from_bytes(key16[8:], "little")
+    slot = catalog.index.find(key0, key1)
+    event = catalog.history.event(key0, key1)
+    if slot >= 0:
+        ago = tick - catalog.index.access_at(slot)
+        return stored(catalog.index.location_at(slot), ago_ticks=max(ago, 0))
+    if left_ns:
+        return volatile(left_ns=left_ns)
+    if received is not None:
+        return pending(received=received)
+    if event is not None:
+        return gone(event, ago_ticks=max(tick - event.tick, 0))
+    return unknown(remembered=len(catalog.history))
 
 
 def stored(location: int, *, ago_ticks: int) -> KeyFate:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.engine.engine import DATA_FILE, DriveEngine, EngineSettings
+from kvstore.engine.drive import DATA_FILE
+from kvstore.engine.engine import DriveEngine, EngineSettings
 from kvstore.limits import MiB
 
 
