@@ -126,6 +126,7 @@ CACHE_BYTES_DEFAULT: Final = 1 * GiB
 WARMING_STEP_BYTES: Final = 8 * MiB  # touched in one call: 90 ms where a host must find it, which a shutdown waits for
 WARMING_NICENESS: Final = 10
 READ_WINDOW_BYTES: Final = 16 * MiB
+PARCELS_AHEAD_RECORDS: Final = 1_024  # of a request are divided into parcels at one time
 READS_IN_FLIGHT_MAX: Final = 128  # device operations; more would only wait in the dispatch queue and hold memory
 SUSPECT_RECORDS_MAX: Final = 4_096  # records that the drive failed to read once
 GRANTS_WAITING_MAX: Final = 65_536

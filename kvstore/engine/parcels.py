@@ -16,6 +16,7 @@ from kvstore.device.base import IoKind, IoOp
 from kvstore.engine.arena import Piece
 from kvstore.engine.cache import Cache
 from kvstore.engine.catalog import Catalog
+from kvstore.engine.division import Starts, divide
 from kvstore.engine.job import IoQueue
 from kvstore.engine.loads import Flight, Loader
 from kvstore.engine.location import DEPTH_BITS, PAGE_BITS, PAGES_BITS
@@ -26,25 +27,13 @@ from kvstore.engine.verify import Fault
 from kvstore.limits import (
     DIGEST_BYTES,
     PAGE_BYTES,
-    PARCEL_BYTES_MAX,
-    READ_COALESCE_BYTES,
     READ_WINDOW_BYTES,
-    SLICE_BYTES_MAX,
-    SLICES_PER_FRAME_MAX,
 )
 from kvstore.telemetry.metrics import EngineMetrics
 
 _PLACE_SHIFT: Final = PAGES_BITS + DEPTH_BITS
 _PAGES_MASK: Final = (1 << PAGES_BITS) - 1
 _READ: Final = IoKind.READ
-_RECORD_PAGES_MAX: Final = SLICE_BYTES_MAX // PAGE_BYTES + 1
-"""With at least one page of header, no such record is longer than one slice."""
-_RUN_PAGES_MAX: Final = READ_COALESCE_BYTES // PAGE_BYTES
-_PAYLOAD_PAGES_MAX: Final = PARCEL_BYTES_MAX // PAGE_BYTES
-
-
-_Starts = list[tuple[int, int, int]]
-"""Where runs begin, each read with one operation: (number among the wants, byte in memory, place on the drive)."""
 
 
 class Parcel:
@@ -83,7 +72,7 @@ class Parcel:
         parcels: Parcels,
         request: Request,
         wants: Sequence[tuple[int, int]],
-        starts: _Starts,
+        starts: Starts,
         piece: Piece,
         version: int,
     ) -> None:
@@ -168,8 +157,15 @@ class Parcels:
         None: the next one is on its way already, or too long, and has to go the general way.
         """
         wants, at = request.wants, request.next_want
-        starts, end, pages = self._choose(wants, at)
-        if end == at:
+        cuts = request.cuts
+        if not cuts or cuts[-1].first != at:
+            cuts = request.cuts = divide(wants, at)
+        if not cuts:
+            return None
+        _, end, starts, pages = cuts[-1]
+        flights = self._loader.flights
+        locations = [location for location, _ in wants[at:end]]
+        if flights and not flights.keys().isdisjoint(locations):
             return None
         length = pages * PAGE_BYTES
         if request.staged_bytes + length > READ_WINDOW_BYTES and request.staged_bytes > length:
@@ -178,38 +174,15 @@ class Parcels:
         if piece is None:
             request.blocked = True
             return False
+        cuts.pop()
         request.next_want = end
         request.staged_bytes += length
         parcel = Parcel(self, request, wants[at:end], starts, piece, self._catalog.version)
-        self._loader.flights.update(dict.fromkeys([location for location, _ in parcel.wants], parcel))
+        flights.update(dict.fromkeys(locations, parcel))
         self._submit(parcel, starts)
         return True
 
-    def _choose(self, wants: Sequence[tuple[int, int]], at: int) -> tuple[_Starts, int, int]:
-        """The records of the next parcel, from number `at` on: its runs, its end among the wants, its pages."""
-        flights = self._loader.flights
-        starts: _Starts = []
-        most = _PAYLOAD_PAGES_MAX + 1  # each record has a page of header at least
-        pages = run_from = 0
-        next_place = -1
-        end = at
-        for location, _ in wants[at : at + SLICES_PER_FRAME_MAX]:
-            more = location >> DEPTH_BITS & _PAGES_MASK
-            if pages + more > most and pages:
-                break
-            if more > _RECORD_PAGES_MAX or location in flights:
-                break
-            place = location >> _PLACE_SHIFT
-            if place != next_place or pages + more - run_from > _RUN_PAGES_MAX:
-                starts.append((end - at, pages * PAGE_BYTES, place))
-                run_from = pages
-            next_place = place + more
-            pages += more
-            most += 1
-            end += 1
-        return starts, end, pages
-
-    def _submit(self, parcel: Parcel, starts: _Starts) -> None:
+    def _submit(self, parcel: Parcel, starts: Starts) -> None:
         table, view, done = self._table, parcel.piece.view, parcel.done
         submit, flow = self._queue.submit, parcel.request.spec.flow
         offsets = table.offsets([place for _, _, place in starts])

@@ -324,6 +324,7 @@ class Reader:
         if request.in_parcels and len(dict(request.wants)) < len(request.wants):
             request.in_parcels = False  # a key that is given twice waits twice for one flight
         request.next_want = 0
+        request.cuts = []
         request.version = self._catalog.version
 
     def _locate(self, request: Request, indices: Sequence[int]) -> list[int]:

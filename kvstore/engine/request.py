@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvstore.engine.api import ParcelSource, ReadSink, ReadSpec
 from kvstore.engine.arena import Piece
 from kvstore.engine.cache import RecordFacts
+from kvstore.engine.division import Cut
 from kvstore.engine.readplan import Range, covering_blocks, ranges_per_record
 from kvstore.engine.ready import ReadyRecord
 from kvstore.limits import DEVICE_IO_BYTES_MAX, DIGEST_BYTES, READ_WINDOW_BYTES
@@ -56,7 +57,7 @@ class Request:
         version: of the catalog when `wants` was looked up.
         later: records found in memory when the window was full.
         pieces: records to read piece by piece.
-        in_parcels: its records may come in parcels.
+        in_parcels: its records may come in parcels; `cuts` are the next ones of `wants`, the first one last.
         landed: parcels that are there and not taken.
         doubted: indices of records that came in a parcel, and were not right.
         queued, blocked: it stands in the reader's round, or among those that wait for memory.
@@ -71,6 +72,7 @@ class Request:
         "_simple",
         "blocked",
         "closed",
+        "cuts",
         "doubted",
         "force_cache",
         "in_parcels",
@@ -115,6 +117,7 @@ class Request:
         self.in_parcels = self._simple and self._on_landed is not None and reader.uses_parcels
         self.landed: deque[Parcel] = deque()
         self.doubted: set[int] = set()
+        self.cuts: list[Cut] = []
         self._ranges = ranges_per_record(spec.ranges, self.left) if spec.ranges is not None else None
 
     # --- ReadHandle --------------------------------------------------------------------------------------------------

@@ -8,17 +8,27 @@ from hypothesis import strategies as st
 
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.cache import RecordFacts
+from kvstore.engine.division import divide
 from kvstore.engine.estimate import DayMeter, LoadEstimator
 from kvstore.engine.explain import gone, stored, unknown
 from kvstore.engine.format import RecordHeader, decode_record_header, encode_record_header, header_page_count
 from kvstore.engine.history import Event, Fate
-from kvstore.engine.location import pack_location
+from kvstore.engine.location import PAGE_BITS, location_page, pack_location
 from kvstore.engine.packing import pack
 from kvstore.engine.readplan import covering_blocks, ranges_per_record
 from kvstore.engine.verify import Fault, check_header, check_run, header_pages_of
 from kvstore.engine.waits import Waits
 from kvstore.errors import InvalidRequest
-from kvstore.limits import ACCESS_TICK_NS, MS_NS, PAGE_BYTES, RANGES_PER_ITEM_MAX, SECOND_NS
+from kvstore.limits import (
+    ACCESS_TICK_NS,
+    MS_NS,
+    PAGE_BYTES,
+    PARCEL_BYTES_MAX,
+    RANGES_PER_ITEM_MAX,
+    READ_COALESCE_BYTES,
+    SECOND_NS,
+    MiB,
+)
 from kvstore.types.checksum import crc_table, crcs_match
 from kvstore.types.results import MissReason
 from kvstore.wire.slices import Slice, decode_slices
@@ -239,6 +249,46 @@ def test_a_run_is_checked_as_each_of_its_records_alone(
     assert check_run(view, reads, REF, 11) == alone
     check_packed(view, reads, alone)
     assert check_run(view, reads, REF, 12) == [Fault.CORRUPT] * len(reads)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0, 0, 0, 0, 3]), st.integers(1, 40)), min_size=1, max_size=150),
+    st.lists(st.tuples(st.integers(0, 149), st.integers(1, 300)), max_size=12),
+    st.integers(0, 5),
+)
+def test_records_are_divided_into_parcels_as_one_after_the_other(
+    records: list[tuple[int, int]], longer: list[tuple[int, int]], at: int
+) -> None:
+    lengths = [pages for _, pages in records]
+    for number, pages in longer:
+        lengths[number % len(lengths)] = pages
+    wants: list[tuple[int, int]] = []
+    page = 1
+    for index, ((gap, _), pages) in enumerate(zip(records, lengths, strict=True)):
+        page += gap
+        wants.append((pack_location(segment=2, page=page, pages=pages, depth=index % 3), index))
+        page += pages
+    at = min(at, len(wants) - 1)
+    cuts = divide(wants, at)
+    if not cuts:
+        assert lengths[at] > MiB // PAGE_BYTES + 1
+    for cut in reversed(cuts):
+        assert cut.first == at
+        assert cut.pages == sum(lengths[at : cut.end])
+        assert cut.pages - (cut.end - at) <= PARCEL_BYTES_MAX // PAGE_BYTES, "a page of each is its header"
+        runs = [*(first for first, _, _ in cut.starts), cut.end - at]
+        assert runs[0] == 0
+        assert runs == sorted(set(runs))
+        for (first, byte, place), last in zip(cut.starts, runs[1:], strict=True):
+            assert byte == sum(lengths[at : at + first]) * PAGE_BYTES
+            for number in range(at + first, at + last):
+                location = wants[number][0]
+                assert 2 << PAGE_BITS | location_page(location) == place + sum(lengths[at + first : number])
+            assert last - first == 1 or sum(lengths[at + first : at + last]) <= READ_COALESCE_BYTES // PAGE_BYTES
+        alone = divide(wants[: cut.end][: at + 15], at)  # few: one record after the other
+        if cut.end <= at + 15:
+            assert alone == [cut]
+        at = cut.end
 
 
 @given(st.binary(max_size=20_000), st.sampled_from([4096, 5000]), st.data())
