@@ -161,6 +161,7 @@ RELAYS_MAX: Final = 4_096
 TARGET_NAME_BYTES_MAX: Final = 256  # an id, a label, an address
 RAILS_MAX: Final = 16
 DATA_DIRS_MAX: Final = 64
+WORKERS_MAX: Final = 64
 SEGMENTS_MIN: Final = 16  # fewer, and evicting one takes too much of the drive at once
 STAGING_BYTES_MIN: Final = 16 * MiB
 WRITE_AMPLIFICATION_DEFAULT: Final = 1.3

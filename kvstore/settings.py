@@ -39,6 +39,7 @@ from kvstore.limits import (
     SHUTDOWN_NS_MAX,
     STAGING_BYTES_DEFAULT,
     STAGING_BYTES_MIN,
+    WORKERS_MAX,
     WRITE_AMPLIFICATION_DEFAULT,
     WRITE_AMPLIFICATION_MAX,
     GiB,
@@ -146,6 +147,7 @@ class NodeSettings(BaseSettings):
     grpc_port: Port = Field(7400, description="port of the control plane; 0 is any free one")
     data_port: Port = Field(7401, description="port of the data plane; 0 is any free one")
     metrics_port: Port = Field(7402, description="port of /metrics, /healthz and the status page; 0 is any free one")
+    workers: int = Field(0, ge=0, le=WORKERS_MAX, description="processes that own drives; 0 is one for each host")
     cache: Size = Field(CACHE_BYTES_DEFAULT, description="RAM cache for hot chunks; 0 turns it off")
     staging: Size = Field(STAGING_BYTES_DEFAULT, description="memory for transfers in progress")
     ready_file: str = Field("", description="written with the addresses once the node serves")

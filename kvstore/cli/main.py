@@ -36,6 +36,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+drive_app = typer.Typer(help="A drive that no node has open: adopt or format it.", no_args_is_help=True)
+app.add_typer(drive_app, name="drive")
 tenants_app = typer.Typer(help="Tenants, their tokens, and what they use.", no_args_is_help=True)
 app.add_typer(tenants_app, name="tenants")
 
@@ -91,6 +93,7 @@ def serve(
     grpc_port: Annotated[str | None, typer.Option(help="Control plane; 0 is any free port. [7400]")] = None,
     data_port: Annotated[str | None, typer.Option(help="Data plane. [7401]")] = None,
     metrics_port: Annotated[str | None, typer.Option(help="/metrics, /healthz and a status page. [7402]")] = None,
+    workers: Annotated[str | None, typer.Option(help="Processes that own drives. [one for each host]")] = None,
     cache: Annotated[str | None, typer.Option(help="RAM cache for hot chunks; 0 turns it off. [1GiB]")] = None,
     staging: Annotated[str | None, typer.Option(help="Memory for transfers in progress. [128MiB]")] = None,
     ready_file: Annotated[str | None, typer.Option(help="Written as JSON once the node serves.")] = None,
@@ -289,6 +292,28 @@ def drain(
     _tell(as_json, {"draining": draining}, "draining: puts are refused" if draining else "takes puts again")
 
 
+DriveDir = Annotated[Path, typer.Argument(help="Data folder or block device.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+
+
+@drive_app.command("adopt")
+def adopt_drive(data_dir: DriveDir, yes: Yes = False, as_json: Json = False) -> None:
+    """Let the next node that is started with a drive of another node serve what is on it."""
+    from kvstore.cli.drive import adopt
+
+    done = adopt(data_dir, ask=_asker(yes))
+    _tell(as_json, done, f"{data_dir} may be adopted: start the node with it")
+
+
+@drive_app.command("format")
+def format_drive(data_dir: DriveDir, yes: Yes = False, as_json: Json = False) -> None:
+    """Erase a drive, whatever is on it; the next node that is started with it formats it."""
+    from kvstore.cli.drive import erase
+
+    done = erase(data_dir, ask=_asker(yes))
+    _tell(as_json, done, f"{data_dir} is empty: start the node with it")
+
+
 @tenants_app.command("list")
 def list_tenants(
     node: Node = _NODE_DEFAULT,
@@ -390,6 +415,11 @@ def _client(node: str, timeout: str, token_file: str | None) -> ControlClient:
         raise InvalidRequest(f"--timeout is {timeout}; give more than nothing and at most 1h")
     token = read_token(token_file) if token_file else b""
     return ControlClient(node, deadline_ns=deadline_ns, token=token)
+
+
+def _asker(yes: bool) -> Callable[[str], bool]:
+    """Asks a person; without a terminal nobody is asked, and the answer is no."""
+    return lambda question: yes or (sys.stdin.isatty() and typer.confirm(question))
 
 
 def _tell(as_json: bool, fields: dict[str, object], words: str) -> None:

@@ -11,11 +11,23 @@ from typing import Any
 
 from kvstore.cli.screen import Screen
 from kvstore.cluster.view import View
-from kvstore.server.report import Answer, KeyAnswer, NamespaceAnswer, NamespacePage, NodeReport, TenantUse
+from kvstore.server.report import Answer, DriveReport, KeyAnswer, NamespaceAnswer, NamespacePage, NodeReport, TenantUse
 from kvstore.server.summary import summary_lines, words_of_bytes
 
 _DIGEST_CHARACTERS = 16
 _KEYS_SHOWN_MAX = 20
+_DRIVE_HEADERS = (
+    "target",
+    "drive",
+    "state",
+    "capacity",
+    "used",
+    "hit rate",
+    "throughput",
+    "device",
+    "epoch",
+    "what to do",
+)
 
 
 def json_text(value: object) -> str:
@@ -45,8 +57,37 @@ def show_status(screen: Screen, report: NodeReport, view: View) -> None:
         for worker in report.workers
     ]
     screen.grid("", ("worker", "state", "pid", "data", "restarts", "detail"), workers)
-    targets = [(target.id, target.state, ", ".join(target.data), f"{target.weight:.2f}") for target in view.targets]
-    screen.grid("", ("target", "state", "data", "weight"), targets)
+    if report.drives:
+        screen.grid("", _DRIVE_HEADERS, [_drive_row(drive, report) for drive in report.drives])
+    own = {drive.id for drive in report.drives}
+    others = [target for target in view.targets if target.id not in own]
+    if others:
+        targets = [(target.id, target.state, ", ".join(target.data), f"{target.weight:.2f}") for target in others]
+        screen.grid("", ("target", "state", "data", "weight"), targets)
+    if report.numbers and report.tenants:
+        show_tenants(screen, report.tenants)
+
+
+def _drive_row(drive: DriveReport, report: NodeReport) -> tuple[str, ...]:
+    """A drive as a target: hit rate and throughput are its worker's, which is asked for keys, not for drives."""
+    worker = next((one for one in report.workers if one.rail == drive.rail), None)
+    hits, keys = (worker.lookup_hits, worker.lookup_keys) if worker else (0, 0)
+    sent, received = (worker.sent_bytes_second, worker.received_bytes_second) if worker else (0.0, 0.0)
+    is_open = bool(drive.capacity_bytes)
+    return (
+        drive.id[:_DIGEST_CHARACTERS] or "none",
+        drive.path,
+        drive.state,
+        words_of_bytes(drive.capacity_bytes) if is_open else "",
+        f"{words_of_bytes(drive.live_bytes)} ({100 * drive.live_bytes / drive.capacity_bytes:.0f} %)"
+        if is_open
+        else "",
+        f"{100 * hits / keys:.0f} %" if is_open and keys else "",
+        f"{words_of_bytes(sent)}/s out, {words_of_bytes(received)}/s in" if is_open else "",
+        drive.mode,
+        str(report.epoch),
+        drive.detail,
+    )
 
 
 def show_tenants(screen: Screen, uses: Sequence[TenantUse]) -> None:

@@ -34,14 +34,16 @@ class Trimmer:
         self._ledger = ledger
         self._metrics = metrics
         self._barren: dict[str, set[int]] = {}  # segments in which all that a tenant has is pinned
+        self._stuck: set[str] = set()  # tenants with such segments only: looking takes a walk over all
         self.running = False
 
     def choose(self) -> tuple[TenantUse, int] | None:
         """Whom to trim, and the segment to begin with: the coldest that has records of the tenant; None for nobody."""
         for use in self._ledger.usage.crowded():
-            segment = self._coldest(use)
+            segment = self._coldest(use) if use.name not in self._stuck else None
             if segment is not None:
                 return use, segment
+            self._stuck.add(use.name)
         return None
 
     def trim(self, use: TenantUse, segment: int) -> Steps[None]:
@@ -68,6 +70,7 @@ class Trimmer:
     def forget_barren(self) -> None:
         """Pins have ended since, perhaps."""
         self._barren.clear()
+        self._stuck.clear()
 
     def _coldest(self, use: TenantUse) -> int | None:
         segments = [*self._table.in_state(SegmentState.SEALED).tolist(), *self._unsealed()]

@@ -45,6 +45,7 @@ class AdminChannel:
         self._turn = asyncio.Lock()
         self._closed = False
         self._half_sent = False
+        self.heard = 0  # frames that have come
 
     @property
     def closed(self) -> bool:
@@ -130,7 +131,9 @@ class AdminChannel:
             if count == 0:
                 self._reader.end_of_stream()
                 raise ConnectionResetError("the worker has closed it")
-            self._frames += self._reader.advance(count)
+            frames = self._reader.advance(count)
+            self.heard += len(frames)
+            self._frames += frames
 
 
 def _decoded(frame: Frame, answer: type[_M]) -> _M:

@@ -261,9 +261,14 @@ class DriveSet:
                 engine.drop_namespace(ref, lambda: None)
 
     def _home(self, head: bytes) -> DriveEngine:
-        """The drive of a run. Drives of one worker have one capacity, so none weighs more."""
+        """The drive of a run: the first of its ranking that takes puts. Drives of one worker have one capacity, so none
+        weighs more."""
         scores = [digest(b"kvstore.drive.v1", head, name) for name in self._names]
-        return self._engines[scores.index(max(scores))]
+        best = self._engines[scores.index(max(scores))]
+        if best.takes_puts:
+            return best
+        ranked = sorted(zip(scores, self._engines, strict=True), key=lambda pair: pair[0], reverse=True)
+        return next((engine for _, engine in ranked if engine.takes_puts), best)
 
     def _add_pin(self, client_id: bytes, pins: Sequence[tuple[Engine, int]]) -> int:
         if len(self._pins) >= PINS_MAX:

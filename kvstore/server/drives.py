@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from kvstore.device.health import DriveHealth
 from kvstore.engine.api import Engine
 from kvstore.engine.engine import DriveEngine, EngineSettings
-from kvstore.errors import Unavailable
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.limits import SECOND_NS, STAGING_BYTES_MIN, MiB
 from kvstore.server.drive_set import DriveSet
 from kvstore.server.launch import WorkerLaunch
+from kvstore.wire.codec import Plain
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +32,44 @@ class Drive:
     path: str
     engine: DriveEngine
 
+    def describe(self) -> dict[str, Plain]:
+        """How it is, for people."""
+        engine = self.engine
+        health, metrics, mode = engine.health, engine.metrics, engine.device.mode
+        state, detail = "serving", ""
+        if health is DriveHealth.FAILED or not engine.takes_puts:
+            read_only = os.strerror(errno.EROFS) in engine.health_reason
+            state = "read-only" if read_only else "failed"
+            fix = "mount it for writing" if read_only else "replace it; its chunks are misses meanwhile"
+            detail = f"{engine.health_reason or engine.store.log.failed}; {fix}"
+        elif health is DriveHealth.SUSPECT:
+            state, detail = "suspect", f"{engine.health_reason}; it may be dying"
+        return {
+            "path": self.path,
+            "id": self.id,
+            "state": state,
+            "detail": detail,
+            "mode": f"{mode.name}, {'direct I/O' if mode.direct_io else 'page cache'}",
+            "capacity_bytes": metrics.capacity_bytes,
+            "allocated_bytes": metrics.allocated_bytes,
+            "live_bytes": metrics.live_bytes,
+            "records": metrics.records,
+        }
 
-def open_drives(launch: WorkerLaunch) -> list[Drive]:
-    """Recovers every drive of a worker, one after the other.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriveFault:
+    """A drive that could not be opened, and why."""
+
+    path: str
+    detail: str
+
+
+def open_drives(launch: WorkerLaunch) -> tuple[list[Drive], list[DriveFault]]:
+    """Recovers every drive of a worker, one after the other; what is wrong with one does not stop the others.
 
     Raises:
-        InvalidRequest, FormatUnsupported, Unavailable: One cannot be opened; none is left open.
+        InvalidRequest, FormatUnsupported, Unavailable: None can be opened; what the first one said.
     """
     count = len(launch.data_dirs)
     settings = EngineSettings(
@@ -45,17 +81,28 @@ def open_drives(launch: WorkerLaunch) -> list[Drive]:
         endurance_bytes_day=launch.endurance_bytes_day,
         device=launch.device,
         queue_depth=launch.queue_depth,
+        cluster_id=bytes.fromhex(launch.cluster_id),
         warming=True,  # a node that starts again has clients waiting
     )
     drives: list[Drive] = []
+    faults: list[DriveFault] = []
+    first: KVStoreError | None = None
     with ExitStack() as opened:
         for path in launch.data_dirs:
-            engine = _open(path, settings)
+            try:
+                engine = _open(path, settings)
+            except KVStoreError as error:
+                log.error("drive %s is not used: %s", path, error)
+                first = first or error
+                faults.append(DriveFault(path=path, detail=str(error)))
+                continue
             opened.callback(engine.close, within_ns=0)
             engine.store.scrubber.bytes_second = launch.scrub_bytes_second
             drives.append(Drive(id=engine.store.superblock.disk_id.hex(), path=path, engine=engine))
+        if first is not None and not drives:
+            raise first
         opened.pop_all()
-    return drives
+    return drives, faults
 
 
 def joined(drives: Sequence[Drive]) -> Engine:

@@ -10,12 +10,16 @@ from collections.abc import AsyncIterator, Sequence
 
 import kvstore
 from kvstore.cluster.view import READ_STATES, Target, TargetState, View
-from kvstore.errors import Internal, KVStoreError
+from kvstore.errors import KVStoreError
 from kvstore.limits import CONTROL_DEADLINE_NS, SECOND_NS, GiB
+from kvstore.server.access import Access
+from kvstore.server.drive_record import Verdict
+from kvstore.server.measure import Measured, measure
 from kvstore.server.report import NodeReport, NodeState, WorkerState
+from kvstore.server.tenant_uses import gathered
 from kvstore.server.worker_handle import OwnedTarget, WorkerHandle
 from kvstore.telemetry.metrics import SupervisorMetrics
-from kvstore.telemetry.registry import Registry, RoomSnapshot, Snapshot, merge
+from kvstore.telemetry.registry import Registry, Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +52,8 @@ class Fleet:
         self._metrics = metrics
         self._registry = Registry()
         self._registry.add(metrics)
+        self.access = Access(None)
+        self.refused_drives: Sequence[Verdict] = ()
         self.grpc_address = ""
         self.metrics_address = ""
 
@@ -99,7 +105,8 @@ class Fleet:
     def serving(self) -> bool:
         """True while every worker answers gets: what readiness means. A drained node still does."""
         answering = (WorkerState.SERVING, WorkerState.DRAINING)
-        return not self._stopping and bool(self._workers) and all(worker.state in answering for worker in self._workers)
+        started = [worker for worker in self._workers if not worker.has_failed]
+        return not self._stopping and bool(started) and all(worker.state in answering for worker in started)
 
     def stop_placing(self) -> None:
         """The node is about to end: not ready any more, its targets draining."""
@@ -143,17 +150,14 @@ class Fleet:
 
     async def numbers(self) -> Snapshot:
         """All metrics of the node. A worker that does not answer is left out."""
-        snapshots: list[dict[str, RoomSnapshot]] = [self._registry.snapshot()]
-        for worker in self._workers:
-            try:
-                value = await worker.channel.admin("stats", {}, deadline_ns=CONTROL_DEADLINE_NS)
-                snapshots.append(_snapshot(value.get("metrics")))
-            except KVStoreError as error:
-                log.debug("no metrics: %s", error)
-        return merge(snapshots)
+        return (await self._measure()).numbers
+
+    async def _measure(self) -> Measured:
+        return await measure(self._workers, self._registry.snapshot(), self.refused_drives)
 
     async def report(self) -> NodeReport:
         """Everything about the node."""
+        measured = await self._measure()
         return NodeReport(
             node_id=self.node_id,
             version=kvstore.__version__,
@@ -164,7 +168,9 @@ class Fleet:
             grpc=self.grpc_address,
             metrics=self.metrics_address,
             workers=tuple(worker.report() for worker in self._workers),
-            numbers=await self.numbers(),
+            numbers=measured.numbers,
+            drives=measured.drives,
+            tenants=gathered(measured.uses, self.access.book),
         )
 
     def _targets(self, worker: WorkerHandle) -> list[Target]:
@@ -179,9 +185,3 @@ class Fleet:
 
 def _target(owned: OwnedTarget, data: tuple[str, ...], state: TargetState) -> Target:
     return Target(id=owned.id, data=data, weight=owned.capacity_bytes / GiB, state=state)
-
-
-def _snapshot(value: object) -> dict[str, RoomSnapshot]:
-    if not isinstance(value, dict) or not all(isinstance(room, dict) for room in value.values()):
-        raise Internal("the worker's metrics are not a map of maps")
-    return value

@@ -17,9 +17,11 @@ from kvstore.errors import Denied
 from kvstore.limits import EDGE_CONNECTIONS_MAX, EDGE_FIRST_BYTES_NS, HTTP_HEAD_BYTES_MAX, SECOND_NS
 from kvstore.server.access import Access
 from kvstore.server.fleet import Fleet
+from kvstore.server.report import TenantUse
 from kvstore.server.status_page import status_page
 from kvstore.server.tenants import Grant, Scope
 from kvstore.telemetry import prometheus
+from kvstore.telemetry.tenants import TenantNumbers
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +96,8 @@ class HttpEdge:
     async def _page(self, path: str) -> _Response:
         match path:
             case "/metrics":
-                body = prometheus.render(await self._fleet.numbers())
+                report = await self._fleet.report()
+                body = prometheus.render(report.numbers, [_tenant_numbers(use) for use in report.tenants])
                 return _Response(status=HTTPStatus.OK, content_type=prometheus.CONTENT_TYPE, body=body)
             case "/healthz":
                 status = HTTPStatus.OK if self._fleet.serving else HTTPStatus.SERVICE_UNAVAILABLE
@@ -103,6 +106,15 @@ class HttpEdge:
                 body = status_page(await self._fleet.report()).encode()
                 return _Response(status=HTTPStatus.OK, content_type=_HTML, body=body)
         return _text(HTTPStatus.NOT_FOUND, f"nothing at {path}; there are /metrics, /healthz and /")
+
+
+def _tenant_numbers(use: TenantUse) -> TenantNumbers:
+    return TenantNumbers(
+        name=use.name,
+        used_bytes=use.used_bytes,
+        quota_bytes=use.quota_bytes,
+        refused_records=use.refused_records,
+    )
 
 
 def _require_admin(grant: Grant | None) -> None:

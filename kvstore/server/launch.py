@@ -58,6 +58,8 @@ class WorkerLaunch:
         scrub_bytes_second: background verification for each drive; 0 is off.
         is_member: of a cluster: puts and deletes are refused but for the time that `hold_writes` gives.
         has_tenants: nobody is admitted before the supervisor has sent the tenants (`tenants_set`).
+        cluster_id: of the node, in hex; drives of another one are refused, zeros take any.
+        drives_of_node: by which a tenant's quota of the node is divided.
         drain_ns: how long calls in progress may take after SIGTERM.
     """
 
@@ -79,6 +81,8 @@ class WorkerLaunch:
     scrub_bytes_second: int
     drain_ns: int
     has_tenants: bool
+    drives_of_node: int
+    cluster_id: str
     log_level: str
     log_format: str
     is_member: bool = False

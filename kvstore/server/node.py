@@ -11,16 +11,18 @@ import tempfile
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from kvstore.cluster.node_file import NodeFile
 from kvstore.doctor.start import log_start
+from kvstore.engine.identity import NO_CLUSTER
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.limits import SECOND_NS
 from kvstore.server.access import Access
 from kvstore.server.addresses import bound_port, join_address, listen
 from kvstore.server.control import Control
+from kvstore.server.drive_check import CheckedDrives, check_drives, note_drives, open_record, usable_paths
 from kvstore.server.fleet import Fleet
 from kvstore.server.grpc_edge.service import GrpcServer
 from kvstore.server.http_edge import HttpEdge
@@ -28,8 +30,6 @@ from kvstore.server.launch import WorkerLaunch
 from kvstore.server.places import (
     ReadyAddresses,
     clear_ready_file,
-    open_store,
-    prepare_data_dirs,
     remove_ready_file,
     write_ready_file,
 )
@@ -73,9 +73,9 @@ class Node:
         self._ready_path = Path(settings.ready_file) if settings.ready_file else None
         if self._ready_path:
             clear_ready_file(self._ready_path)
-        prepare_data_dirs(settings.data_dir)
+        usable, bad = usable_paths(settings.data_dir)
         log_start(settings)
-        self._store: NodeFile | None = open_store(settings.data_dir)
+        self._store = open_record(usable)
         self._node_id = settings.node_id or self._kept(_NODE_ID_KEY) or f"node-{uuid.uuid4().hex[:12]}"
         # on raw devices alone nothing of ours is kept between starts, so the clock must tell them apart
         self._boots = int(self._kept(_BOOTS_KEY) or 0) + 1 if self._store else int(time.time())
@@ -88,6 +88,8 @@ class Node:
         )
         self._grpc_socket = str(Path(private_dir) / "grpc.sock")
         self._access = Access(Path(settings.tenants) if settings.tenants else None)
+        self._drives = check_drives(usable, bad, self._store)
+        self._fleet.access, self._fleet.refused_drives = self._access, self._drives.refused
         self._control = Control(self._fleet, self._access)
         self._grpc = GrpcServer(self._control, metrics=self._metrics)
         self._wire_edge = WireEdge(
@@ -96,7 +98,7 @@ class Node:
         self._http_edge = HttpEdge(self._fleet, access=self._access)
         self._workers = [
             WorkerHandle(launch, on_change=self._worker_changed, tenants=self._access.book)
-            for launch in plan_workers(settings, self._node_id)
+            for launch in plan_workers(settings, self._node_id, self._drives)
         ]
         self._reloads: set[asyncio.Task[None]] = set()
 
@@ -171,16 +173,16 @@ class Node:
         return listeners
 
     async def _until_serving(self, lives: Sequence[asyncio.Task[None]]) -> None:
-        """Until every worker serves, a start fails (raised), or a signal comes."""
+        """Until every worker serves or has failed to start, or a signal comes; raises when all have failed."""
         serving = asyncio.create_task(self._all_serving())
         stopped = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait((serving, stopped, *lives), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
         finally:
             serving.cancel()
             stopped.cancel()
-        for life in lives:
-            if life.done() and not self._stop.is_set():
+        if all(worker.has_failed for worker in self._workers) and not self._stop.is_set():
+            for life in lives:
                 life.result()
 
     async def _all_serving(self) -> None:
@@ -210,6 +212,8 @@ class Node:
             try:
                 self._store.put(_NODE_ID_KEY, self._node_id)
                 self._store.put(_BOOTS_KEY, str(self._boots))
+                targets = [one for worker in self._workers if worker.readiness for one in worker.readiness.targets]
+                note_drives(self._store, {one.path: one.id for one in targets}, self._drives.cluster_id)
             except Unavailable as error:
                 log.warning("%s; after a restart clients may take an old view for the new one, until it changes", error)
 
@@ -248,9 +252,33 @@ class Node:
         return self._store.get(key) if self._store else None
 
 
-def plan_workers(settings: NodeSettings, node_id: str) -> list[WorkerLaunch]:
-    """One worker for each address (rail), but no more than there are drives; drives and memory are divided evenly."""
-    count = min(len(settings.host), len(settings.data_dir))
+def plan_workers(settings: NodeSettings, node_id: str, drives: CheckedDrives) -> list[WorkerLaunch]:
+    """The workers of `divide_workers`, with those of their drives that are ours; one without a drive is left out."""
+    launches = [
+        replace(
+            launch,
+            data_dirs=tuple(path for path in launch.data_dirs if path in drives.paths),
+            cluster_id=drives.cluster_id,
+        )
+        for launch in divide_workers(settings, node_id)
+    ]
+    return [launch for launch in launches if launch.data_dirs]
+
+
+def _data_port(settings: NodeSettings, nth: int) -> int:
+    """Where the nth worker of an address listens: the first on the data port, the others behind the node's last one."""
+    if not nth or not settings.data_port:
+        return settings.data_port
+    return max(settings.grpc_port, settings.data_port, settings.metrics_port) + nth
+
+
+def divide_workers(settings: NodeSettings, node_id: str) -> list[WorkerLaunch]:
+    """One worker for each address (rail), or as many as asked for, but no more than there are drives.
+
+    Drives and memory are divided evenly.
+    """
+    rails = len(settings.host)
+    count = min(settings.workers or rails, len(settings.data_dir))
     return [
         WorkerLaunch(
             admin_fd=-1,  # known when it is started
@@ -258,9 +286,9 @@ def plan_workers(settings: NodeSettings, node_id: str) -> list[WorkerLaunch]:
             node_id=node_id,
             data_dirs=settings.data_dir[rail::count],
             capacity_bytes=settings.capacity_each_bytes,
-            hosts=settings.host[rail::count],
+            hosts=settings.host[rail::count] or (settings.host[rail % rails],),
             advertise=settings.advertise if any(map(is_wildcard, settings.host)) else "",
-            data_port=settings.data_port,
+            data_port=_data_port(settings, rail // rails),
             cache_bytes=settings.cache // count,
             staging_bytes=settings.staging // count,
             device=settings.device,
@@ -272,6 +300,8 @@ def plan_workers(settings: NodeSettings, node_id: str) -> list[WorkerLaunch]:
             drain_ns=settings.drain_timeout,
             is_member=bool(settings.cluster),
             has_tenants=bool(settings.tenants),
+            drives_of_node=len(settings.data_dir),
+            cluster_id=NO_CLUSTER.hex(),
             log_level=settings.log_level,
             log_format=settings.log_format,
         )

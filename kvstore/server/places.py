@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from kvstore.cluster.node_file import NodeFile, replace_file
+from kvstore.cluster.node_file import replace_file
 from kvstore.errors import InvalidRequest, Unavailable
 
 log = logging.getLogger(__name__)
@@ -38,12 +38,6 @@ def prepare_data_dirs(paths: Sequence[str]) -> None:
     for path in map(Path, paths):
         if not _is_block_device(path):
             _prepare_folder(path)
-
-
-def open_store(paths: Sequence[str]) -> NodeFile | None:
-    """The node's own store, in its first data folder; None when all data lies on raw devices."""
-    folder = next((path for path in map(Path, paths) if path.is_dir()), None)
-    return NodeFile(folder / STORE_FILE) if folder is not None else None
 
 
 def clear_ready_file(path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvstore.limits import SECOND_NS, KiB
-from kvstore.server.report import NodeReport, NodeState
+from kvstore.server.report import DriveState, NodeReport, NodeState
 from kvstore.telemetry.registry import Snapshot, number, text
 
 
@@ -28,6 +28,9 @@ def summary_lines(report: NodeReport) -> Iterator[Line]:
         yield from _own_lines(report)  # all that a tenant is told
         return
     yield Line(name="device", value=_device(report))
+    wrong = [drive for drive in report.drives if drive.state is not DriveState.SERVING]
+    for drive in wrong:
+        yield Line(name=f"drive {drive.path}", value=f"{drive.state}: {drive.detail}")
     if "engine" not in numbers:
         # zeros would read as facts: as if everything were gone
         yield Line(name="stored", value=_words_of_unknown(report))

@@ -27,7 +27,7 @@ from kvstore.server.drives import joined, open_drives
 from kvstore.server.launch import WorkerLaunch
 from kvstore.server.loop import Loop
 from kvstore.server.tenants import TenantBook
-from kvstore.server.worker_verbs import Started, WorkerVerbs
+from kvstore.server.worker_verbs import Moved, Started, WorkerVerbs
 from kvstore.telemetry.logs import LogFormat, LogLevel, configure
 from kvstore.telemetry.metrics import DataplaneMetrics
 from kvstore.transport.tcp import address_of, listen_tcp
@@ -53,6 +53,7 @@ class Worker:
         self._started = Started(boot_id=os.urandom(_BOOT_ID_BYTES))
         self._started.registry.add(self._metrics)
         self._started.registry.add(self._started.process)
+        self._book = TenantBook()
         self._tokens = TokenAdmission(self._metrics) if launch.has_tenants else None
         verbs = WorkerVerbs(self._started)
         verbs.bind(self)
@@ -102,6 +103,16 @@ class Worker:
         metrics.lookup_keys += key_count
         metrics.lookup_hits += hit_count
 
+    def moved(self) -> Moved:
+        """What it has moved since it started."""
+        metrics = self._metrics
+        return Moved(
+            sent_bytes=sum(metrics.sent_bytes),
+            received_bytes=sum(metrics.received_bytes),
+            lookup_keys=metrics.lookup_keys,
+            lookup_hits=metrics.lookup_hits,
+        )
+
     def shut_down(self, *, within_ns: int) -> None:
         """Finish what is in progress, for at most so long, then end."""
         if self._end_ns is None:
@@ -127,10 +138,18 @@ class Worker:
         self._plane.set_view(epoch, view)
 
     def set_tenants(self, book: TenantBook) -> None:
-        """Who may do what; connections whose token was taken back are closed."""
+        """Who may do what and have how much; connections whose token was taken back are closed."""
         if self._tokens is not None:
             self._tokens.tell(book)
             self._plane.renew_grants(self._tokens.renewed)
+            self._book = book
+            self._set_quotas()
+
+    def _set_quotas(self) -> None:
+        """A node's quota of a tenant is divided evenly over its drives, as its capacity is."""
+        quotas = {tenant.name: tenant.quota_bytes // self._launch.drives_of_node for tenant in self._book}
+        for drive in self._started.drives:
+            drive.engine.set_quotas(quotas)
 
     @property
     def _is_introduced(self) -> bool:
@@ -157,7 +176,9 @@ class Worker:
     def _start(self) -> None:
         """Recovers the drives and takes clients; what goes wrong is the answer to `ready`."""
         try:
-            drives = self._started.drives = open_drives(self._launch)
+            drives, self._started.faults = open_drives(self._launch)
+            self._started.drives = drives
+            self._set_quotas()
             for drive in drives:
                 self._started.registry.add(drive.engine.metrics)
                 self._started.registry.add(drive.engine.device_metrics)

@@ -19,7 +19,10 @@ from kvstore.limits import (
     WORKER_BACKOFF_NS_MAX,
     WORKER_BACKOFF_NS_MIN,
     WORKER_HEALTHY_NS,
+    WORKER_PULSE_NS,
+    WORKER_PULSE_WAIT_NS,
     WORKER_RECOVERY_NS,
+    WORKER_SILENCES_MAX,
     WORKER_STOP_GRACE_NS,
 )
 from kvstore.server.admin import AdminChannel, maps_of, text_of
@@ -49,6 +52,36 @@ class Readiness:
     targets: tuple[OwnedTarget, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """A worker's last sign of life: what it has moved, and how fast since the one before."""
+
+    at_ns: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    sent_bytes_second: float = 0.0
+    received_bytes_second: float = 0.0
+    lookup_keys: int = 0
+    lookup_hits: int = 0
+
+    def next(self, value: Mapping[str, Plain], now_ns: int) -> Pulse:
+        """The pulse that an answer of the worker makes."""
+        sent, received, keys, hits = (
+            count if isinstance(count := value.get(name, 0), int) else 0
+            for name in ("sent_bytes", "received_bytes", "lookup_keys", "lookup_hits")
+        )
+        seconds = (now_ns - self.at_ns) / SECOND_NS if self.at_ns else 0.0
+        return Pulse(
+            at_ns=now_ns,
+            sent_bytes=sent,
+            received_bytes=received,
+            sent_bytes_second=(sent - self.sent_bytes) / seconds if seconds else 0.0,
+            received_bytes_second=(received - self.received_bytes) / seconds if seconds else 0.0,
+            lookup_keys=keys,
+            lookup_hits=hits,
+        )
+
+
 def backoff_ns(failures: int) -> int:
     """How long to wait before the start after `failures` (1 or more) deaths in a row."""
     return min(WORKER_BACKOFF_NS_MAX, WORKER_BACKOFF_NS_MIN << min(failures - 1, 16))
@@ -67,9 +100,13 @@ class WorkerHandle:
         on_change: Callable[[], None],
         tenants: TenantBook | None = None,
         command: Sequence[str] = (sys.executable, "-m", WORKER_MODULE),
+        pulse_ns: int = WORKER_PULSE_NS,
+        pulse_wait_ns: int = WORKER_PULSE_WAIT_NS,
     ) -> None:
         """
         Args:
+            pulse_ns, pulse_wait_ns: how often a sign of life is asked for, and how long one may take; after
+                WORKER_SILENCES_MAX in a row without any answer the process is killed.
             tenants: Whom it serves, where the launch says that there are any.
         """
         self._launch = launch
@@ -81,6 +118,10 @@ class WorkerHandle:
         self._channel: AdminChannel | None = None
         self._readiness: Readiness | None = None
         self._restarts = 0
+        self.has_failed = False  # its first start; nothing more comes
+        self._pulse_ns = pulse_ns
+        self._pulse_wait_ns = pulse_wait_ns
+        self._pulse = Pulse()
         self._tenants = tenants
         self._told_tenants: TenantBook | None = None  # this life of the process
         self._is_draining = False  # as people want it, over all lives of the process
@@ -111,7 +152,16 @@ class WorkerHandle:
             data=self._readiness.data if self._readiness else (),
             restarts=self._restarts,
             detail=self._detail,
+            sent_bytes_second=self._pulse.sent_bytes_second,
+            received_bytes_second=self._pulse.received_bytes_second,
+            lookup_keys=self._pulse.lookup_keys,
+            lookup_hits=self._pulse.lookup_hits,
         )
+
+    @property
+    def data_dirs(self) -> Sequence[str]:
+        """The drives it was given."""
+        return self._launch.data_dirs
 
     @property
     def channel(self) -> AdminChannel:
@@ -121,7 +171,7 @@ class WorkerHandle:
         return self._channel
 
     async def wait_serving(self) -> None:
-        """Return once it serves (for the first time)."""
+        """Return once it serves for the first time, or has failed to."""
         await self._serving.wait()
 
     async def set_draining(self, draining: bool) -> None:
@@ -159,6 +209,9 @@ class WorkerHandle:
                 reason = await self._live()
             except KVStoreError as error:
                 if self._readiness is None:
+                    self.has_failed = True
+                    self._serving.set()
+                    self._enter(WorkerState.DOWN, str(error))
                     raise
                 reason = str(error)
             if self._stopping.is_set():
@@ -219,14 +272,45 @@ class WorkerHandle:
                 state = await self._drain_again(channel)
             self._serving.set()
             self._enter(state, "")
-            await process.wait()
+            is_silent = await self._watch(process, channel)
         finally:
             channel.close()
             self._channel = None
+            self._pulse = Pulse()
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        return _ending(process)
+        return f"it gave no sign of life, and {_ending(process)}" if is_silent else _ending(process)
+
+    async def _watch(self, process: Process, channel: AdminChannel) -> bool:
+        """Until the process has ended, of itself or because it does not answer any more; True for the latter.
+
+        Each silence runs its whole time on this loop: when the node as a whole was stopped, and goes on, the worker has
+        time to answer before enough of them are counted.
+        """
+        ended = asyncio.create_task(process.wait())
+        silences = 0
+        try:
+            while not (await asyncio.wait((ended,), timeout=self._pulse_ns / SECOND_NS))[0]:
+                heard = channel.heard
+                try:
+                    value = await channel.admin("pulse", {}, deadline_ns=self._pulse_wait_ns)
+                    self._pulse = self._pulse.next(value, time.monotonic_ns())
+                    silences = 0
+                except DeadlineExceeded:
+                    silences = silences + 1 if channel.heard == heard else 0
+                except KVStoreError:
+                    break  # it has closed its socket: it ends
+                if silences >= WORKER_SILENCES_MAX and not self._stopping.is_set():
+                    silence_s = silences * (self._pulse_ns + self._pulse_wait_ns) // SECOND_NS
+                    log.error("worker %d has not answered for %d s, killed", self._launch.rail, silence_s)
+                    self.kill()
+                    await ended
+                    return True
+            await ended
+        finally:
+            ended.cancel()
+        return False
 
     async def _drain_again(self, channel: AdminChannel) -> WorkerState:
         """A new process takes puts: tell it when the one before was drained."""

@@ -15,9 +15,11 @@ from kvstore.limits import (
     EXPLAIN_KEYS_MAX,
     LEASE_TTL_NS_MAX,
     NAMESPACES_PAGE_MAX,
+    PAGE_BYTES,
     SHUTDOWN_NS_MAX,
+    TENANTS_MAX,
 )
-from kvstore.server.drives import Drive
+from kvstore.server.drives import Drive, DriveFault
 from kvstore.server.tenants import TenantBook
 from kvstore.telemetry.metrics import ProcessMetrics
 from kvstore.telemetry.process import measure
@@ -28,6 +30,16 @@ from kvstore.wire.codec import Plain, pack_plain
 Arguments = Mapping[str, Plain]
 
 _FIRST_GENERATION = 1  # of a namespace that was never dropped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """What a worker has moved and answered since it started."""
+
+    sent_bytes: int
+    received_bytes: int
+    lookup_keys: int
+    lookup_hits: int
 
 
 class WorkerControl(Protocol):
@@ -49,6 +61,9 @@ class WorkerControl(Protocol):
 
     def count_lookup(self, *, key_count: int, hit_count: int) -> None:
         """Take a lookup of the whole node into the hit rate."""
+
+    def moved(self) -> Moved:
+        """What it has moved since it started."""
 
     def shut_down(self, *, within_ns: int) -> None:
         """Finish what is in progress, then end."""
@@ -73,6 +88,7 @@ class Started:
     data: Sequence[str] = ()
     boot_id: bytes = b""
     drives: Sequence[Drive] = ()
+    faults: Sequence[DriveFault] = ()
     failure: KVStoreError | None = None
     registry: Registry = field(default_factory=Registry)
     process: ProcessMetrics = field(default_factory=ProcessMetrics)
@@ -91,6 +107,7 @@ class WorkerVerbs:
         self._verbs: dict[str, Callable[[Arguments], Plain]] = {
             "ready": self._ready,
             "stats": self._stats,
+            "pulse": self._pulse,
             "namespaces": self._namespaces,
             "explain": self._explain,
             "scrub": self._scrub,
@@ -143,7 +160,43 @@ class WorkerVerbs:
         measure(started.process)
         # a snapshot is plain data: maps of numbers, text and lists
         metrics: dict[str, Plain] = {name: dict(room) for name, room in started.registry.snapshot().items()}
-        return {"metrics": metrics, "state": "draining" if self._control.is_draining else "serving"}
+        return {
+            "metrics": metrics,
+            "state": "draining" if self._control.is_draining else "serving",
+            "tenants": self._uses(),
+            "drives": self._drives(),
+        }
+
+    def _drives(self) -> list[Plain]:
+        served: list[Plain] = [drive.describe() for drive in self._started.drives]
+        faults: list[Plain] = [
+            {"path": fault.path, "id": "", "state": "unusable", "detail": fault.detail}
+            for fault in self._started.faults
+        ]
+        return served + faults
+
+    def _pulse(self, _: Arguments) -> Plain:
+        counts = self._control.moved()
+        return {
+            "sent_bytes": counts.sent_bytes,
+            "received_bytes": counts.received_bytes,
+            "lookup_keys": counts.lookup_keys,
+            "lookup_hits": counts.lookup_hits,
+        }
+
+    def _uses(self) -> list[Plain]:
+        """What each tenant has over all drives of this worker, the largest first."""
+        found: dict[str, list[int]] = {}
+        for drive in self._started.drives:
+            for use in drive.engine.uses():
+                counts = found.setdefault(use.name, [0, 0, 0])
+                for at, count in enumerate((use.pages * PAGE_BYTES, use.records, use.refused_records)):
+                    counts[at] += count
+        ranked = sorted(found.items(), key=lambda item: item[1], reverse=True)[:TENANTS_MAX]
+        return [
+            {"name": name, "used_bytes": used_bytes, "records": records, "refused_records": refused}
+            for name, (used_bytes, records, refused) in ranked
+        ]
 
     def _namespaces(self, arguments: Arguments) -> Plain:
         after = _bytes(arguments, "after")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -18,6 +18,7 @@ from kvstore.limits import SECOND_NS
 from kvstore.telemetry.instruments import LATENCY_BOUNDS_NS, Instrument, Kind, instruments_of
 from kvstore.telemetry.metrics import ROOMS
 from kvstore.telemetry.registry import RoomSnapshot, Value
+from kvstore.telemetry.tenants import TenantNumbers, bounded
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 
@@ -28,11 +29,27 @@ _FAMILIES: Final = {
 }
 
 
-def render(snapshot: Mapping[str, RoomSnapshot]) -> bytes:
+def render(snapshot: Mapping[str, RoomSnapshot], tenants: Sequence[TenantNumbers] = ()) -> bytes:
     """The text exposition of one snapshot, of type `CONTENT_TYPE`. Rooms that are missing are left out."""
     registry = CollectorRegistry()
     registry.register(_Collector(snapshot))
+    registry.register(_TenantCollector(tenants))
     return generate_latest(registry)
+
+
+class _TenantCollector:
+    def __init__(self, tenants: Sequence[TenantNumbers]) -> None:
+        self._tenants = tenants
+
+    def collect(self) -> Iterator[Metric]:
+        used = GaugeMetricFamily("kvstore_tenant_used_bytes", "Padded bytes of a tenant's records", labels=["tenant"])
+        quota = GaugeMetricFamily("kvstore_tenant_quota_bytes", "What it may have; 0 is no quota", labels=["tenant"])
+        refused = CounterMetricFamily("kvstore_tenant_refused_records", "Puts over the quota", labels=["tenant"])
+        for tenant in bounded(self._tenants):
+            used.add_metric([tenant.name], tenant.used_bytes)
+            quota.add_metric([tenant.name], tenant.quota_bytes)
+            refused.add_metric([tenant.name], tenant.refused_records)
+        yield from (used, quota, refused)
 
 
 class _Collector:

@@ -17,7 +17,7 @@ from kvstore.server.control import Control
 from kvstore.server.fleet import Fleet
 from kvstore.server.launch import WorkerLaunch
 from kvstore.server.report import NodeState, WorkerState
-from kvstore.server.worker_handle import WorkerHandle, backoff_ns
+from kvstore.server.worker_handle import Pulse, WorkerHandle, backoff_ns
 from kvstore.telemetry.metrics import SupervisorMetrics
 from kvstore.wire.codec import Plain
 
@@ -41,6 +41,8 @@ LAUNCH = WorkerLaunch(
     scrub_bytes_second=0,
     drain_ns=SECOND_NS,
     has_tenants=False,
+    drives_of_node=1,
+    cluster_id=bytes(16).hex(),
     log_level="info",
     log_format="human",
 )
@@ -72,6 +74,62 @@ def serve(way: str, work: Callable[[WorkerHandle], Awaitable[None]]) -> WorkerHa
     asyncio.run(play())
     assert not Path(f"/proc/{handle.report().pid}").exists()
     return handle
+
+
+def stopped_process(pid: int) -> None:
+    """Freezes a process, as a hang would."""
+    os.kill(pid, signal.SIGSTOP)
+
+
+def impatient(told: list[str]) -> WorkerHandle:
+    """A handle that asks often and gives up soon; `told` gets what it says of the worker, change by change."""
+
+    def on_change() -> None:
+        told.append(handle.report().detail)
+
+    handle = WorkerHandle(
+        LAUNCH,
+        on_change=on_change,
+        command=(sys.executable, str(STAND_IN), "well"),
+        pulse_ns=20 * MS_NS,
+        pulse_wait_ns=500 * MS_NS,
+    )
+    return handle
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Returns once it holds; the test's timeout ends it otherwise."""
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_a_worker_that_hangs_is_killed_and_started_again() -> None:
+    told: list[str] = []
+
+    async def play() -> None:
+        handle = impatient(told)
+        life = asyncio.create_task(handle.run())
+        try:
+            await handle.wait_serving()
+            frozen = handle.report().pid
+            stopped_process(frozen)
+            await until(lambda: handle.state is WorkerState.SERVING and handle.restarts == 1)
+            assert handle.report().pid != frozen
+            assert not Path(f"/proc/{frozen}").exists()
+            await handle.stop(within_ns=SECOND_NS)
+        finally:
+            life.cancel()
+            await asyncio.gather(life, return_exceptions=True)
+
+    asyncio.run(play())
+    assert any("no sign of life" in text and "SIGKILL" in text for text in told), told
+
+
+def test_a_pulse_tells_rates() -> None:
+    first = Pulse().next({"sent_bytes": 1000, "received_bytes": 0, "lookup_keys": 10, "lookup_hits": 5}, 7 * SECOND_NS)
+    assert (first.sent_bytes_second, first.lookup_hits) == (0.0, 5)
+    second = first.next({"sent_bytes": 5000, "received_bytes": 2000}, 9 * SECOND_NS)
+    assert (second.sent_bytes_second, second.received_bytes_second) == (2000.0, 1000.0)
 
 
 def test_launch_survives_the_command_line() -> None:

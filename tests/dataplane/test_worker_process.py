@@ -79,6 +79,8 @@ class WorkerProcess:
             "scrub_bytes_second": 0,
             "drain_ns": 5 * SECOND_NS,
             "has_tenants": False,
+            "drives_of_node": 1,
+            "cluster_id": bytes(16).hex(),
             "log_level": "warning",
             "log_format": "human",
         }

@@ -1,0 +1,104 @@
+"""Which drive belongs where: what lies in each data folder against what the node has noted, as pure decisions."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.engine.engine import data_file
+from kvstore.engine.identity import NO_CLUSTER, ContentKind, DriveContent, check_cluster, look_at
+from kvstore.errors import FormatUnsupported, InvalidRequest
+from kvstore.server.report import DriveState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether a drive is opened.
+
+    Attributes:
+        path: as the setting names it.
+        disk_id: of the store on it, "" if there is none.
+        state: SERVING when it is opened.
+        detail: why it is not, and the fix; or what is worth a line though it is opened.
+    """
+
+    path: str
+    disk_id: str
+    state: DriveState
+    detail: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """It is opened."""
+        return self.state is DriveState.SERVING
+
+
+def look(path: str) -> DriveContent | Verdict:
+    """What lies in a data folder or on a device; a verdict where it cannot be read."""
+    try:
+        return look_at(data_file(path))
+    except OSError as error:
+        failed = DriveState.FAILED if error.errno == errno.EIO else DriveState.UNUSABLE
+        detail = f"it cannot be read ({error.strerror}); check the drive and its rights, or replace it"
+        return Verdict(path=path, disk_id="", state=failed, detail=detail)
+
+
+def unusable(path: str, error: InvalidRequest) -> Verdict:
+    """A folder that could not be made, or not written."""
+    state = DriveState.READ_ONLY if "not writable" in str(error) else DriveState.UNUSABLE
+    return Verdict(path=path, disk_id="", state=state, detail=str(error))
+
+
+def cluster_of(contents: Sequence[DriveContent]) -> bytes | None:
+    """The cluster that all stores with a cluster agree on; None where they do not, or none has one."""
+    found = {
+        content.superblock.cluster_id
+        for content in contents
+        if content.superblock is not None and content.superblock.cluster_id != NO_CLUSTER
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def judge(
+    path: str, content: DriveContent, *, expected_id: str, cluster_id: bytes, homes: Mapping[str, str]
+) -> Verdict:
+    """Whether the drive in a folder is opened.
+
+    Args:
+        expected_id: the disk that was there at the last start, "" if the folder is new.
+        cluster_id: of the node; zeros accept the drives of any.
+        homes: where each disk was at the last start.
+    """
+    name = str(data_file(path))
+    if content.kind is ContentKind.FOREIGN:
+        return Verdict(
+            path=path,
+            disk_id="",
+            state=DriveState.FOREIGN,
+            detail=f"something else than a store is on it; `kvstore drive format {path} --yes` erases it",
+        )
+    if content.kind is ContentKind.EMPTY and expected_id:
+        return Verdict(
+            path=path,
+            disk_id="",
+            state=DriveState.EMPTY,
+            detail=f"disk {expected_id} was here and nothing is: mount it again, or begin anew with "
+            f"`kvstore drive format {path} --yes`",
+        )
+    superblock = content.superblock
+    if superblock is None:
+        return Verdict(path=path, disk_id="", state=DriveState.SERVING)
+    try:
+        check_cluster(superblock, cluster_id, path)
+    except FormatUnsupported as error:
+        return Verdict(path=path, disk_id=content.disk_id, state=DriveState.FOREIGN, detail=str(error))
+    home = homes.get(content.disk_id, "")
+    moved = f"it was at {home} before; a drive is known by its own id, so nothing has to be done" if home else ""
+    return Verdict(
+        path=path,
+        disk_id=content.disk_id,
+        state=DriveState.SERVING,
+        detail=moved if home and data_file(home) != Path(name) else "",
+    )
