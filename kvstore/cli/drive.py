@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstore.engine.engine import data_file
+from kvstore.engine.drive import data_file
 from kvstore.engine.identity import ContentKind, DriveContent, erase_drive, look_at, release_drive
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.server.summary import words_of_bytes

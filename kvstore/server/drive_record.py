@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.engine.engine import data_file
+from kvstore.engine.drive import data_file
 from kvstore.engine.identity import NO_CLUSTER, ContentKind, DriveContent, check_cluster, look_at
 from kvstore.errors import FormatUnsupported, InvalidRequest
 from kvstore.server.report import DriveState

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.engine.engine import DATA_FILE
+from kvstore.engine.drive import DATA_FILE
 from kvstore.engine.identity import ContentKind, look_at
 from kvstore.limits import MiB
 from kvstore.server.grpc_edge.client import ControlClient
