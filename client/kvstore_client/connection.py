@@ -11,7 +11,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Final, Protocol, TypeAlias, TypeVar
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
@@ -26,22 +26,11 @@ from kvstore.wire.schema import Message
 from kvstore.wire.session import ClientSession, State, Verdict
 from kvstore_client.address import in_place_of, split_address
 from kvstore_client.names import NameWait, numeric_places
-from kvstore_client.waiting import first_bytes, set_timeout
+from kvstore_client.waiting import Quick, first_bytes, set_timeout
 
 READ: Final = 1
 WRITE: Final = 2
 Steps: TypeAlias = Generator[int, None, None]
-
-
-class Receive(Protocol):
-    """`socket.recvmsg_into` of a connection: the number of bytes first."""
-
-    def __call__(
-        self, buffers: Sequence[memoryview | bytearray], ancillary_bytes: int = 0, flags: int = 0, /
-    ) -> tuple[int, object, int, object]: ...
-
-
-Quick: TypeAlias = tuple[Callable[[bytes, int], int], Receive, Callable[[], int]]
 
 _WAIT_ALL_BYTES_MIN: Final = 128 * 1024
 """From this much missing payload on, one waiting receive is cheaper than several early ones. Less is mostly there at

@@ -1,16 +1,28 @@
-"""Letting the kernel wait: timeouts of a socket, and how much to wait for at a time."""
+"""Letting the kernel wait: what is asked of a socket, its timeouts, and how much to wait for at a time."""
 
 from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, TypeAlias
 
 from kvstore.limits import SECOND_NS
 
 _TIMEVAL = struct.Struct("@ll")
 _TIMEOUT_NS_MIN: Final = 1_000_000  # a timeout of 0 would mean none
+
+
+class Receive(Protocol):
+    """`socket.recvmsg_into` of a connection: the number of bytes first."""
+
+    def __call__(
+        self, buffers: Sequence[memoryview | bytearray], ancillary_bytes: int = 0, flags: int = 0, /
+    ) -> tuple[int, object, int, object]: ...
+
+
+Quick: TypeAlias = tuple[Callable[[bytes, int], int], Receive, Callable[[], int]]
+"""How to send, to receive, and to get the next request id, in as few steps as there can be."""
 
 
 def set_timeout(held: socket.socket, option: int, wait_ns: int) -> int:
