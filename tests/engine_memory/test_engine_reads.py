@@ -8,6 +8,7 @@ import pytest
 
 from kvstore.device.base import IoKind
 from kvstore.device.memory import MemoryDevice
+from kvstore.engine.api import ParcelSource
 from kvstore.engine.engine import DriveEngine, EngineSettings
 from kvstore.engine.location import location_page, location_segment
 from kvstore.engine.namespaces import index_key
@@ -374,6 +375,51 @@ def test_a_request_stages_no_more_than_its_window(cache: int) -> None:
     sink.let_go()
     lab.driver.run_until(lambda: sink.done)
     assert sink.answers == numbers(1, 50, 900_000)
+    lab.check_memory()
+
+
+class Patient(Collector):
+    """Leaves parcels where they are until it is told to take them."""
+
+    source: ParcelSource | None = None
+
+    def landed(self, source: ParcelSource) -> None:
+        self.source = source
+
+    def take_all(self) -> None:
+        assert self.source is not None
+        super().landed(self.source)
+
+
+def test_what_has_landed_is_right_though_its_segment_is_another_by_now() -> None:
+    lab = Lab(size=64 * MiB, segment_bytes=4 * MiB)
+    keys = lab.put(4, 900_000)
+    segment = (lab.place(keys[0]) - lab.engine.store.table.offset(0)) // lab.engine.store.table.segment_bytes
+    generation = int(lab.engine.store.table.generation[segment])
+    sink = Patient(4)
+    lab.engine.read(lab.driver.read_spec(lab.ref, keys), sink, now_ns=lab.driver.now_ns)
+    lab.driver.run_until(lambda: lab.engine.idle and sink.source is not None)
+    assert sink.answers == [None] * 4
+    lab.driver.delete(lab.ref, keys)
+    for first in range(100, 300, 20):
+        lab.put(20, 900_000, first=first)
+    assert lab.engine.store.table.generation[segment] != generation, "a landed parcel does not keep its segment"
+    sink.take_all()
+    assert sink.done
+    assert sink.answers == numbers(1, 4, 900_000)
+    lab.check_memory()
+
+
+def test_what_landed_and_is_not_taken_by_the_deadline_is_given_back() -> None:
+    lab = Lab()
+    keys = lab.put(4, 300_000)
+    sink = Patient(4)
+    lab.engine.read(lab.driver.read_spec(lab.ref, keys), sink, now_ns=lab.driver.now_ns)
+    lab.driver.run_until(lambda: lab.engine.idle and sink.source is not None)
+    lab.driver.advance(lab.driver.timeout_ns + SECOND_NS)
+    assert sink.done
+    assert sink.answers == [MissReason.DEADLINE] * 4
+    sink.take_all()
     lab.check_memory()
 
 
