@@ -1,0 +1,81 @@
+"""A drive that fails while the node runs: it says so, takes no puts any more, and the other one does."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.engine.engine import DriveEngine, EngineSettings
+from kvstore.limits import DEVICE_FAILED_AFTER_ERRORS, MiB
+from kvstore.server.drive_set import DriveSet
+from kvstore.server.drives import Drive
+from kvstore.testing.plane_lab import PlaneLab
+from kvstore.types.layout import KVLayout
+from kvstore.types.namespace import Namespace
+from kvstore.types.results import ItemStatus
+
+NAMESPACE = Namespace(
+    tenant="default", model="m", weights="w", layout=KVLayout.opaque(chunk_bytes=1 * MiB, chunk_tokens=16)
+)
+KEYS = [os.urandom(32) for _ in range(24)]
+VALUES = [os.urandom(5000) for _ in KEYS]
+
+
+@pytest.fixture
+def drives(tmp_path: Path) -> Iterator[list[Drive]]:
+    made = []
+    for name in "ab":
+        folder = tmp_path / name
+        folder.mkdir()
+        settings = EngineSettings(
+            capacity_bytes=64 * MiB,
+            segment_bytes=8 * MiB,
+            cache_bytes=0,
+            staging_bytes=16 * MiB,
+            device="threads",
+            prefault=False,
+        )
+        engine = DriveEngine.open(folder, settings, now_ns=time.monotonic_ns())
+        made.append(Drive(id=engine.store.superblock.disk_id.hex(), path=str(folder), engine=engine))
+    yield made
+    for drive in made:
+        drive.engine.close()
+
+
+def fail(drive: Drive, number: int) -> None:
+    """As many errors in a row as make a drive failed."""
+    for _ in range(DEVICE_FAILED_AFTER_ERRORS):
+        drive.engine._queue.health.note_error(OSError(number, os.strerror(number)), time.monotonic_ns())
+
+
+def test_puts_go_to_the_drive_that_takes_them(drives: list[Drive]) -> None:
+    lab = PlaneLab(DriveSet([(drive.id, drive.engine) for drive in drives]))
+    client = lab.client()
+    client.register(NAMESPACE.manifest())
+    fail(drives[0], errno.EIO)
+    assert client.put(NAMESPACE.digest, KEYS, VALUES) == dict.fromkeys(range(len(KEYS)), (ItemStatus.STORED, ""))
+    held = [len(drive.engine.catalog.index) for drive in drives]
+    assert held == [0, len(KEYS)]
+    assert client.get(NAMESPACE.digest, KEYS)[1] == dict(enumerate(VALUES))
+    lab.turn_until(lambda: all(drive.engine.idle for drive in drives))
+    lab.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "state", "fix"),
+    [(errno.EIO, "failed", "replace it"), (errno.EROFS, "read-only", "mount it for writing")],
+)
+def test_a_drive_says_what_is_wrong_with_it(drives: list[Drive], number: int, state: str, fix: str) -> None:
+    assert drives[0].describe()["state"] == "serving"
+    drives[0].engine._queue.health.note_error(OSError(errno.EIO, "once"), time.monotonic_ns())
+    assert drives[0].describe()["state"] == "suspect"
+    fail(drives[0], number)
+    said = drives[0].describe()
+    assert said["state"] == state
+    assert fix in str(said["detail"])
+    assert os.strerror(number) in str(said["detail"])
