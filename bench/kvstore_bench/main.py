@@ -18,10 +18,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run a scenario")
-    run.add_argument("scenario", choices=["micro"])
+    run.add_argument("scenario", choices=["micro", "transport"])
     run.add_argument("--quick", action="store_true", help="under a minute, rough figures")
     run.add_argument(
-        "--only", default="", metavar="GROUP", help="only groups whose name contains this: ram, cold, put, recovery"
+        "--only",
+        default="",
+        metavar="GROUP",
+        help="only groups whose name contains this: ram, cold, put, recovery; of transport: ibverbs, pyverbs",
     )
     run.add_argument("--json", type=Path, metavar="FILE", help="also write the rows and the machine as JSON")
     run.add_argument(
@@ -32,11 +35,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     run.add_argument("--gate", action="store_true", help="exit 1 when a must was missed")
     options = parser.parse_args(arguments)
-    from kvstore_bench.scenarios import micro
+    from kvstore_bench.scenarios import micro, transport
 
+    scenario = {"micro": micro.run, "transport": transport.run}[options.scenario]
     rows: list[Row] = []
     try:
-        for row in micro.run(quick=options.quick, folder=options.folder, only=options.only):
+        for row in scenario(quick=options.quick, folder=options.folder, only=options.only):
             rows.append(row)
             print(report.line_of(row), flush=True)
     except RuntimeError as error:

@@ -41,7 +41,7 @@ from kvstore.wire.slices import NO_CONTENT_ID, Slice, decode_slices, encode_slic
 CLIENT_ID: Final = b"client of a lab."
 REMOTE: Final = Access.REMOTE_READ | Access.REMOTE_WRITE
 _REGION: Final = Access.LOCAL_WRITE | REMOTE
-_WAIT_NS: Final = 60_000_000_000
+_WAIT_NS: Final = 240_000_000_000
 
 
 def node_rail(verbs: Verbs, name: str, gid_index: int) -> Rail:
@@ -260,7 +260,7 @@ class LabClient:
 
 
 def turn_until(ends: Sequence[LabNode | LabClient], is_done: Callable[[], bool]) -> None:
-    """Turns both ends, as many as there are here. Raises Unavailable after a minute."""
+    """Turns both ends, as many as there are here. Raises Unavailable after four minutes."""
     end_ns = time.monotonic_ns() + _WAIT_NS
     while not is_done():
         for end in ends:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from kvstore.errors import Unavailable
 from kvstore.limits import PAIR_BACKOFF_NS_MIN, SLICE_BYTES_MAX, KiB, MiB
 from kvstore.testing.rdma_lab import CLIENT_ID, LabClient, LabNode, client_rail, node_rail, turn_until
-from kvstore.testing.transport_suite import Client, Conditions, Fetched, Joint, TransportSuite
+from kvstore.testing.transport_suite import Client, Conditions, Fetched, TransportSuite
 from kvstore.testing.verbs_suite import Ground
 from kvstore.transport.base import Landing, NodeChannel
 from kvstore.transport.rdma.marks import Lane
@@ -90,17 +90,22 @@ class RdmaSuite(TransportSuite):
         raise NotImplementedError
 
     @pytest.fixture(autouse=True)
-    def _stand_on(self, ground: Ground) -> None:
+    def _stand_on(self, ground: Ground) -> Iterator[None]:
         self._ground = ground
+        self._joints: list[RdmaJoint] = []
+        yield
+        for joint in self._joints:
+            joint.close()  # devices are closed by hand, whatever a test left open
 
-    def join(self, conditions: Conditions) -> Joint:
+    def join(self, conditions: Conditions) -> RdmaJoint:
         """See `TransportSuite.join`."""
-        return RdmaJoint(self._ground, conditions)
+        self._joints.append(RdmaJoint(self._ground, conditions))
+        return self._joints[-1]
 
     @pytest.mark.parametrize("turns", [0, 1, 2, 5, 20])
     def test_memory_is_not_written_after_unfetch(self, turns: int) -> None:
         """As for every transport; but here it may all have come before the first turn."""
-        joint = RdmaJoint(self._ground, USUAL)
+        joint = self.join(USUAL)
         value = os.urandom(4 * MiB)
         memory = memoryview(bytearray(len(value)))
         joint.offer(0, [memoryview(value)])
@@ -124,7 +129,7 @@ class RdmaSuite(TransportSuite):
 
     def test_a_client_that_leaves_in_the_middle_of_a_fetch(self) -> None:
         """As for every transport; but here it may all have come before the client left."""
-        joint = RdmaJoint(self._ground, USUAL)
+        joint = self.join(USUAL)
         memory = memoryview(bytearray(MiB))
         joint.offer(0, [memoryview(os.urandom(MiB))])
         events = Fetched()
@@ -145,8 +150,8 @@ class RdmaSuite(TransportSuite):
         joint.lab.deliver([slice_of(3, data)], [view], 1, payload_bytes=len(data), on_sent=lambda: sent.append(1))
         return sent
 
-    def test_payload_does_not_travel_in_frames_nor_through_python(self, ground: Ground) -> None:
-        joint = RdmaJoint(ground, USUAL)
+    def test_payload_does_not_travel_in_frames_nor_through_python(self) -> None:
+        joint = self.join(USUAL)
         data = os.urandom(SLICE_BYTES_MAX)
         client = Client(skew=5)
         joint.receive_into(client.views)
@@ -165,8 +170,8 @@ class RdmaSuite(TransportSuite):
         assert lab.writer.sent_bytes - framed < 1 * KiB, "frames carry descriptors only"
         joint.close()
 
-    def test_work_requests_and_posts_of_a_mebibyte(self, ground: Ground) -> None:
-        joint = RdmaJoint(ground, USUAL)
+    def test_work_requests_and_posts_of_a_mebibyte(self) -> None:
+        joint = self.join(USUAL)
         client = Client()
         joint.receive_into(client.views)
         rail = joint.lab.rail
@@ -176,8 +181,8 @@ class RdmaSuite(TransportSuite):
         assert (rail.requests - before[0], rail.posts - before[1]) == (2, 2), "one write and its fence"
         joint.close()
 
-    def test_wrong_key_falls_back_and_the_next_pair_works(self, ground: Ground) -> None:
-        joint = RdmaJoint(ground, USUAL)
+    def test_wrong_key_falls_back_and_the_next_pair_works(self) -> None:
+        joint = self.join(USUAL)
         client = Client()
         joint.receive_into(client.views)
         data = os.urandom(64 * KiB)
@@ -205,8 +210,8 @@ class RdmaSuite(TransportSuite):
         assert joint.lab.placed_bytes == len(data)
         joint.close()
 
-    def test_region_deregistered_early_costs_speed_only(self, ground: Ground) -> None:
-        joint = RdmaJoint(ground, USUAL)
+    def test_region_deregistered_early_costs_speed_only(self) -> None:
+        joint = self.join(USUAL)
         value = bytearray(os.urandom(256 * KiB))
         joint.offer(0, [memoryview(value)])
         held, _ = joint.client._held.pop()
@@ -219,8 +224,8 @@ class RdmaSuite(TransportSuite):
         assert joint.lab.pulled_bytes == 0
         joint.close()
 
-    def test_memory_is_quiet_once_the_client_retires(self, ground: Ground) -> None:
-        joint = RdmaJoint(ground, USUAL)
+    def test_memory_is_quiet_once_the_client_retires(self) -> None:
+        joint = self.join(USUAL)
         client = Client()
         joint.receive_into(client.views)
         sent = [self.give(joint, b"\xaa" * SLICE_BYTES_MAX) for _ in range(4)]
@@ -236,8 +241,8 @@ class RdmaSuite(TransportSuite):
         assert all(sent), "memory is given back when the channel closes"
         joint.close()
 
-    def test_idle_pairs_are_closed_and_come_back(self, ground: Ground) -> None:
-        joint = RdmaJoint(ground, USUAL)
+    def test_idle_pairs_are_closed_and_come_back(self) -> None:
+        joint = self.join(USUAL)
         pairs = joint.lab.pairs
         assert (len(pairs), joint.lab.rail.pair_count) == (1, 1)
         pairs.ready(CLIENT_ID, Lane.FOREGROUND, 5)

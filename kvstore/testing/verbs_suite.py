@@ -35,7 +35,7 @@ from kvstore.transport.rdma.verbs import (
     Work,
 )
 
-_WAIT_S = 60.0
+_WAIT_S = 100.0
 _ALL = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ
 
 

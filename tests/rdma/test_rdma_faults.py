@@ -19,13 +19,14 @@ from kvstore.testing.verbs_suite import Ground
 from kvstore.transport.base import Landing
 from kvstore.transport.rdma.client_lane import ClientLane
 from kvstore.transport.rdma.link import LinkState
-from kvstore.transport.rdma.marks import Lane
+from kvstore.transport.rdma.marks import Lane, mark_of
 from kvstore.transport.rdma.pair_queue import Transfer
 from kvstore.transport.rdma.pairs import PairTable
-from kvstore.transport.rdma.rail import Rail
+from kvstore.transport.rdma.rail import Rail, open_rail
 from kvstore.transport.rdma.staging import Staging
 from kvstore.transport.rdma.statuses import Status, action_of
-from kvstore.transport.rdma.verbs import SUCCESS, PortState, Work
+from kvstore.transport.rdma.verbs import SUCCESS, Access, PortState, Work
+from kvstore.transport.rdma_choice import GidEntry, RdmaPort, choose_port
 
 
 def gid(host: int) -> bytes:
@@ -263,3 +264,17 @@ def test_all_requests_of_a_rail_fit_its_completion_queue() -> None:
     assert len(ends) == 80
     assert set(ends) <= {Status.FLUSHED}
     assert rail.pair_count == 0
+
+
+def test_a_rail_stands_on_the_port_that_was_chosen() -> None:
+    bed = Bed()
+    ipv4 = GidEntry(index=3, gid="::ffff:10.77.0.1", type="RoCE v2", netdev="eth0")
+    local = GidEntry(index=0, gid="fe80::1", type="RoCE v2", netdev="eth0")
+    port = RdmaPort(device="node0", port=1, link_layer="Ethernet", state="ACTIVE", gids=(local, ipv4))
+    rail = open_rail(bed.fabric, choose_port([port]), remote_access=Access.LOCAL_READ)
+    assert (rail.port_number, rail.gid_index) == (1, 3)
+    assert rail.new_pair(mark_of(Lane.FOREGROUND), lambda *_: None).offer().end.gid == gid(1)
+    rail.close()
+    bed.node.refusals["create_cq"] = deque([errno.ENOMEM])
+    with pytest.raises(Unavailable, match="create_cq"):
+        open_rail(bed.fabric, choose_port([port]), remote_access=Access.LOCAL_READ)

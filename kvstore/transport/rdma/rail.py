@@ -32,9 +32,11 @@ from kvstore.transport.rdma.verbs import (
     MemoryRegion,
     PairEnd,
     QueuePair,
+    Verbs,
     VerbsFailure,
     Work,
 )
+from kvstore.transport.rdma_choice import PortChoice
 
 _PACKET_NUMBERS: Final = 1 << 24
 
@@ -183,9 +185,12 @@ class Rail:
         self._hungry: deque[Pair] = deque()  # pairs that found no room
         self._ended: deque[tuple[Transfer, int]] = deque()
         self._pad = memoryview(bytearray(2 * PAIR_PROBE_BYTES))
-        self._pad_region = device.register(
-            address_of(self._pad), len(self._pad), Access.LOCAL_WRITE | Access.REMOTE_READ
-        )
+        try:
+            access = Access.LOCAL_WRITE | Access.REMOTE_READ
+            self._pad_region = device.register(address_of(self._pad), len(self._pad), access)
+        except VerbsFailure:
+            self._completions.close()
+            raise
         self.probe_word = secrets.token_bytes(PROBE_WORD_BYTES)
         self._pad[:PAIR_PROBE_BYTES] = self.probe_word * (PAIR_PROBE_BYTES // PROBE_WORD_BYTES)
         self._completions.arm()
@@ -332,3 +337,17 @@ class Rail:
 
     def __repr__(self) -> str:
         return f"<Rail {self.device.name}:{self.port_number}, {len(self._pairs)} pairs>"
+
+
+def open_rail(verbs: Verbs, choice: PortChoice, *, remote_access: Access) -> Rail:
+    """The rail on a port that `rdma_choice.choose_port` found.
+
+    Raises:
+        VerbsFailure: the device cannot be opened, or refuses what every process needs of it.
+    """
+    device = verbs.open(choice.port.device)
+    try:
+        return Rail(device, port_number=choice.port.port, gid_index=choice.gid.index, remote_access=remote_access)
+    except VerbsFailure:
+        device.close()
+        raise
