@@ -25,7 +25,7 @@ from kvstore.cluster.settling import Attendance, Overdue, Periods, settle
 from kvstore.cluster.store import ABSENT, NO_LEASE, Change, ClusterStore, Entry, Image, Lease
 from kvstore.cluster.view import TargetId, TargetState, View, encode_view
 from kvstore.errors import Closed, KVStoreError, LeaseExpired, StaleView
-from kvstore.limits import LEASE_TTL_NS_DEFAULT, REJOIN_NS_MIN, SECOND_NS, STORE_RETRY_NS_MAX, STORE_RETRY_NS_MIN
+from kvstore.limits import LEASE_TTL_NS_DEFAULT, MS_NS, REJOIN_NS_MIN, SECOND_NS, STORE_RETRY_NS_MAX, STORE_RETRY_NS_MIN
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ class Membership:
         lease_id = self._lease.id if self._lease is not None else NO_LEASE
         for name in [name for name, entry in self._entries.items() if entry.lease == lease_id != NO_LEASE]:
             if name not in wanted:
-                await self._store.delete(name)
+                await self._store.delete(name, expected=self._entries[name].revision)
                 del self._entries[name]
 
     async def _grant(self) -> Lease:
@@ -274,8 +274,9 @@ class Membership:
         stored = view_of(self._entries)
         if stored is None:
             raise StaleView("the view was removed from the cluster store; it is written again")
-        if self._view is None or stored.epoch > self._view.epoch:
-            self._show(stored)
+        if self._view is not None and stored.epoch < self._view.epoch:
+            raise StaleView(f"the cluster store went back to epoch {stored.epoch}; it is raised again")
+        self._show(stored)
         self._notice_take_over()
         self._observe()
         for name in ended:
@@ -342,7 +343,7 @@ class Membership:
         self._held_until_ns = asked_ns + lease.ttl_ns
         if self._fence_timer is not None:
             self._fence_timer.cancel()
-        left_s = max(0, self._held_until_ns - self._clock()) / SECOND_NS
+        left_s = max(0, self._held_until_ns + MS_NS - self._clock()) / SECOND_NS  # timers may be early by a little
         self._fence_timer = asyncio.get_running_loop().call_later(left_s, self._tell)
         self._was_fenced = self.fenced
         self._on_change()

@@ -99,7 +99,7 @@ class Seat:
 
     async def run(self, fleet: Fleet) -> None:
         """Follow the cluster until cancelled."""
-        membership = asyncio.create_task(self._membership.run())
+        membership = asyncio.create_task(self._take_part())
         try:
             while True:
                 await self._changed.wait()
@@ -113,6 +113,12 @@ class Seat:
     async def close(self) -> None:
         """Tell the cluster that this node is going, and let go of the store."""
         await self._membership.close()
+
+    async def _take_part(self) -> None:
+        try:
+            await self._membership.run()
+        except Exception:
+            log.exception("this node takes no part in its cluster any more: its lease runs out; restart it, and report")
 
     async def _tell_workers(self, fleet: Fleet) -> None:
         """A worker that cannot be told stops taking writes by itself, when the time that it was told last is over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -162,3 +163,19 @@ def test_a_node_that_ends_says_so_and_starts_on_its_last_view_without_etcd(nodes
     nodes.start("b")
     assert nodes.view("b").epoch >= epoch
     assert nodes.states("b").keys() == {"a", "b"}
+
+
+def test_a_worker_whose_supervisor_is_frozen_takes_no_writes(nodes: Nodes) -> None:
+    with KVClient.connect([node.wait_ready().data[0] for node in nodes.nodes.values()]) as client:
+        assert stored(put_all(client))
+        frozen = nodes.nodes["b"].process
+        frozen.send_signal(signal.SIGSTOP)
+        try:
+            until(
+                lambda: any("node b is fenced" in str(result) for result in put_all(client, 50)), "it stops by itself"
+            )
+            assert hits(client) == CHUNKS
+        finally:
+            frozen.send_signal(signal.SIGCONT)
+        until(nodes.settled, "it registers again")
+        until(lambda: stored(put_all(client, 100)), "writes go on")

@@ -36,7 +36,7 @@ from kvstore.testing.etcd_process import EtcdProcess
 
 WAIT_SECONDS = 60.0
 TTL_NS = 2 * SECOND_NS
-PERIODS = Periods(absent_ns=4 * SECOND_NS, previous_ns=600 * SECOND_NS, down_ns=600 * SECOND_NS)
+PERIODS = Periods(absent_ns=20 * SECOND_NS, previous_ns=600 * SECOND_NS, down_ns=600 * SECOND_NS)
 
 SERVING, JOINING, DRAINING, DOWN = (
     TargetState.SERVING,
@@ -127,7 +127,7 @@ class Node:
             cluster=cluster.name,
             known=known,
             on_change=self._changed,
-            ttl_ns=TTL_NS,
+            ttl_ns=cluster.ttl_ns,
             periods=PERIODS,
         )
         self.member.register([registration(number, **how)])
@@ -168,8 +168,9 @@ class Node:
 class Cluster:
     """Nodes on one etcd, under a name of their own."""
 
-    def __init__(self, etcd: EtcdProcess) -> None:
+    def __init__(self, etcd: EtcdProcess, ttl_ns: int) -> None:
         self.name = f"members-{next(_numbers)}"
+        self.ttl_ns = ttl_ns
         self._address = EtcdAddress(members=tuple(etcd.members.split(",")), cluster=self.name)
         self.nodes: list[Node] = []
 
@@ -205,8 +206,8 @@ async def until(check: Callable[[], bool], words: Callable[[], str] = lambda: "i
 
 
 @asynccontextmanager
-async def cluster_on(etcd: EtcdProcess, *numbers: int) -> AsyncIterator[Cluster]:
-    cluster = Cluster(etcd)
+async def cluster_on(etcd: EtcdProcess, *numbers: int, ttl_ns: int = TTL_NS) -> AsyncIterator[Cluster]:
+    cluster = Cluster(etcd, ttl_ns)
     try:
         for number in numbers:
             cluster.add(number)
@@ -257,7 +258,7 @@ def test_a_node_that_dies_is_down_and_comes_back_with_its_drive(shared_etcd: Etc
 
 def test_a_restart_within_the_lease_is_not_noticed_as_a_death(shared_etcd: EtcdProcess) -> None:
     async def body() -> None:
-        async with cluster_on(shared_etcd, 0, 1) as cluster:
+        async with cluster_on(shared_etcd, 0, 1, ttl_ns=60 * SECOND_NS) as cluster:
             first, second = cluster.nodes
             await until(lambda: len(first.states()) == 2 and not second.member.fenced)
             await second.die()
@@ -418,6 +419,35 @@ def test_epochs_grow_over_a_store_that_lost_its_newest_views(shared_etcd: EtcdPr
     run(body)
 
 
+def test_a_view_that_somebody_took_back_is_raised_again(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd, 0) as cluster:
+            (node,) = cluster.nodes
+            await cluster.settled(t0=SERVING)
+            newest = node.view.epoch
+            store = cluster.open_store()
+            await store.put(VIEW_NAME, encode_view(replace(node.view, epoch=1)))
+            await until(lambda: node.view.epoch > newest)
+            await store.delete(VIEW_NAME)
+            await until(lambda: node.view.epoch > newest + 1)
+            await store.close()
+
+    run(body)
+
+
+def test_a_target_that_is_registered_no_more_is_down_at_once(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd, 0, 1, ttl_ns=60 * SECOND_NS) as cluster:
+            first, second = cluster.nodes
+            await until(lambda: len(first.states()) == 2 and not second.member.fenced)
+            second.member.register([])
+            await until(lambda: first.states()["t1"] is DOWN and second.member.fenced)
+            second.member.register([registration(1)])
+            await until(lambda: first.states()["t1"] is SERVING and not second.member.fenced)
+
+    run(body)
+
+
 def test_a_view_of_another_cluster_is_forgotten(shared_etcd: EtcdProcess) -> None:
     async def body() -> None:
         async with cluster_on(shared_etcd) as cluster:
@@ -432,7 +462,7 @@ def test_a_view_of_another_cluster_is_forgotten(shared_etcd: EtcdProcess) -> Non
 @pytest.mark.parametrize("wiped", [False, True], ids=["restarted", "came back empty"])
 def test_all_of_etcd_is_lost_and_comes_back(tmp_path_factory: pytest.TempPathFactory, wiped: bool) -> None:
     async def body() -> None:
-        async with cluster_on(etcd, 0, 1, 2) as cluster:
+        async with cluster_on(etcd, 0, 1, 2, ttl_ns=5 * SECOND_NS) as cluster:
             await until(lambda: all(len(node.states()) == 3 for node in cluster.nodes))
             await until(lambda: not any(node.member.fenced for node in cluster.nodes))
             last = {node.id: node.view for node in cluster.nodes}
