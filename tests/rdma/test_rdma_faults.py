@@ -184,6 +184,11 @@ def test_a_full_table_takes_from_the_idle_and_else_refuses() -> None:
     open_probed(table, remote, rail, b"a", Lane.FOREGROUND, 1)
     open_probed(table, remote, rail, b"b", Lane.FOREGROUND, 1)
     assert table.ready(b"a", Lane.FOREGROUND, 2) is None
+    taken_down = table.ready(b"b", Lane.FOREGROUND, 2)
+    assert taken_down is not None
+    taken_down.close()  # by a channel that gave a call up
+    assert table.ready(b"b", Lane.FOREGROUND, 2) is None
+    open_probed(table, remote, rail, b"b", Lane.FOREGROUND, 2)
     pair = table.ready(b"b", Lane.FOREGROUND, 2)
     assert pair is not None
     bed.fabric.hold()

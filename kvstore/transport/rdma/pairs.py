@@ -87,7 +87,7 @@ class PairTable:
     def ready(self, client_id: bytes, lane: Lane, now_ns: int) -> Pair | None:
         """The pair that a client's payload travels on, None when there is none or it is not probed."""
         entry = self._entries.get((client_id, lane))
-        if entry is None or not entry.is_probed:
+        if entry is None or not entry.is_probed or not entry.pair.is_usable:
             return None
         entry.used_ns = now_ns
         return entry.pair

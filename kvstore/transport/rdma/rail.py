@@ -182,7 +182,7 @@ class Rail:
         self._room = min(RAIL_REQUESTS_MAX, device.limits.completions_max)
         self._completions = device.completion_queue(self._room)
         self._pairs: dict[int, Pair] = {}
-        self._hungry: deque[Pair] = deque()  # pairs that found no room
+        self._hungry: dict[Pair, None] = {}  # pairs that found no room, in order
         self._ended: deque[tuple[Transfer, int]] = deque()
         self._pad = memoryview(bytearray(2 * PAIR_PROBE_BYTES))
         try:
@@ -298,7 +298,7 @@ class Rail:
             pair.fail(Status.LOCAL_OPERATION)
             return
         if not self._room:
-            self._hungry.append(pair)
+            self._hungry[pair] = None
 
     def forget(self, pair: Pair, number: int) -> None:
         """The pair is being destroyed: its work requests do not come back."""
@@ -330,10 +330,9 @@ class Rail:
             self._pairs[number].fail(cause.status if cause is not None else Status.FLUSHED)
 
     def _feed_hungry(self) -> None:
-        for _ in range(len(self._hungry)):
-            if not self._room:
-                return
-            self.pump(self._hungry.popleft())
+        hungry, self._hungry = self._hungry, {}
+        for pair in hungry:
+            self.pump(pair)  # which puts it back where there is no room
 
     def __repr__(self) -> str:
         return f"<Rail {self.device.name}:{self.port_number}, {len(self._pairs)} pairs>"
