@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -66,14 +67,25 @@ def kvstore(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL)
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Path:
-    """A node of two drives with chunks on both."""
-    report, count = lived(tmp_path, folders(tmp_path, "a", "b"), writes=True)
+@pytest.fixture(scope="module")
+def lived_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a node of two drives leaves, with chunks on both."""
+    folder = tmp_path_factory.mktemp("lived")
+    report, count = lived(folder, folders(folder, "a", "b"), writes=True)
     assert count == CHUNKS
     assert [drive.state for drive in report.drives] == [DriveState.SERVING] * 2
     assert all(0 < drive.records < CHUNKS for drive in report.drives)
     assert all(drive.mode and drive.capacity_bytes and drive.live_bytes for drive in report.drives)
+    return folder
+
+
+@pytest.fixture
+def pair(lived_once: Path, tmp_path: Path) -> Path:
+    """The same in a place of its own, as if the node had lived here."""
+    for name in "ab":
+        shutil.copytree(lived_once / name, tmp_path / name)
+        noted = tmp_path / name / "node.json"
+        noted.write_text(noted.read_text().replace(str(lived_once), str(tmp_path)))
     return tmp_path
 
 
@@ -165,14 +177,29 @@ def test_a_folder_that_cannot_be_used_does_not_stop_the_others(pair: Path) -> No
 
 
 def test_a_drive_in_use_by_another_process_does_not_stop_the_others(pair: Path) -> None:
-    import fcntl
-
     with (pair / "b" / DATA_FILE).open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         report, count = lived(pair, folders(pair, "a", "b"))
     assert at(report, "b").state is DriveState.UNUSABLE
     assert "in use" in at(report, "b").detail
     assert 0 < count < CHUNKS
+
+
+def test_a_worker_without_a_drive_does_not_stop_the_others(pair: Path) -> None:
+    with (pair / "b" / DATA_FILE).open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        (pair / "ready.json").unlink(missing_ok=True)
+        arguments = ("--data-dir", folders(pair, "a", "b"), "--capacity", "128MiB", "--workers", "2")
+        with ServeProcess(pair, *arguments) as process:
+            ready = process.wait_ready()
+            with ControlClient(ready.grpc) as control:
+                report = control.report()
+                assert control.healthy(), "what serves is ready"
+            process.terminate()
+            assert process.wait_exit() == 0, process.log
+    assert report.state is NodeState.DEGRADED
+    assert [at(report, name).state for name in "ab"] == [DriveState.SERVING, DriveState.DOWN]
+    assert "in use" in at(report, "b").detail
 
 
 def test_a_new_folder_beside_old_ones_is_formatted(pair: Path) -> None:
