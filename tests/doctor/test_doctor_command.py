@@ -118,6 +118,13 @@ def test_a_sound_machine_with_every_line(tmp_path: Path) -> None:
         assert (entry["fix"] is None) or all(entry["fix"].values())
 
 
+def test_it_takes_every_setting_of_serve() -> None:
+    done = run_doctor("--help")
+    assert done.returncode == 0
+    flags = {f"--{name.replace('_', '-')}" for name in NodeSettings.model_fields} | {"--config", "--json"}
+    assert {flag for flag in flags if f"{flag} " not in done.stdout} == set()
+
+
 def test_the_table_is_for_people(tmp_path: Path) -> None:
     done = run_doctor("--data-dir", str(tmp_path), "--capacity", "1000TiB", *FREE_PORTS)
     assert done.returncode == 1
