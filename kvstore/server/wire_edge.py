@@ -144,6 +144,7 @@ class _WireResponder:
         self._boot_id = boot_id
         self._metrics = metrics
         self._session = ServerSession()
+        self._token = b""
         self._out = FrameWriter()
 
     async def serve(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -190,6 +191,7 @@ class _WireResponder:
             case FrameType.HELLO:
                 return self._welcome(Hello.decode(frame.body))
             case FrameType.VIEW:
+                self._access.grant_of(self._token)  # which may have been taken back since HELLO
                 return _view_reply(self._fleet.view, ViewRequest.decode(frame.body))
             case FrameType.PING:
                 Ping.decode(frame.body)
@@ -207,6 +209,7 @@ class _WireResponder:
                 "upgrade the older side"
             )
         self._access.grant_of(hello.token)
+        self._token = hello.token
         view = self._fleet.view
         return Welcome(
             version=VERSION,

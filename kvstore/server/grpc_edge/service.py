@@ -79,12 +79,12 @@ class _ControlServicer(pb_grpc.ControlServicer):
     async def WatchView(self, request: pb.WatchViewRequest, context: _Context) -> AsyncIterator[pb.View]:
         self._metrics.grpc_calls += 1
         try:
-            control = self._control_for(context)
+            async for view in self._control_for(context).views(request.known_epoch):
+                self._control_for(context)  # the token may have been taken back meanwhile
+                yield messages.view_message(view)
         except Denied as error:
             self._metrics.grpc_errors[error_index(error)] += 1
             await context.abort(status_of(error), str(error))
-        async for view in control.views(request.known_epoch):
-            yield messages.view_message(view)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the node is stopping; ask another one for the view")
 
     async def GetStats(self, request: pb.GetStatsRequest, context: _Context) -> pb.Stats:
