@@ -94,6 +94,7 @@ TOKENS_MAX: Final = 1_024  # each HELLO is compared with all of them
 TENANTS_MAX: Final = 256
 TENANTS_FILE_BYTES_MAX: Final = 1 * MiB
 NODE_ID_BYTES_MAX: Final = 256
+LOCAL_NAME_BYTES_MAX: Final = 256  # of a host's digest, or a socket's path (108 bytes in unix(7))
 VIEW_BYTES_MAX: Final = 1 * MiB
 ERROR_TEXT_BYTES_MAX: Final = 4 * KiB
 DETAIL_BYTES_MAX: Final = 1 * KiB
@@ -117,6 +118,15 @@ SWEEP_NS: Final = 250 * MS_NS  # how soon an overdue connection or call is notic
 PEER_STALL_NS: Final = 30 * SECOND_NS  # for a peer to read, or to go on with what it began to send
 LINGER_NS: Final = 2 * SECOND_NS  # for a peer to read our last words
 ACCEPTS_PER_EVENT_MAX: Final = 64
+
+# --- shared memory ---------------------------------------------------------------------------------------------
+REGIONS_PER_CONNECTION_MAX: Final = 1_024
+REGION_BYTES_PER_CLIENT_MAX: Final = 64 * GiB  # mapped for one process; page tables of it take 1/512
+REGION_BYTES_MAX: Final = 256 * GiB  # mapped for all clients of a worker
+REGION_DESCRIPTORS_WAITING_MAX: Final = 16  # received and not claimed by a REGION yet
+PLACES_PER_CALL_MAX: Final = 4_096  # items of one call whose memory is named
+DIRECT_WINDOW_BYTES: Final = 17 * MiB  # of one request: reads from the drive into a client's memory, under way
+DETACHED_RANGES_MAX: Final = 64  # of one allocation: more, and all of it goes by the socket from then on
 
 # --- node ------------------------------------------------------------------------------------------------------
 NAMESPACES_MAX: Final = 65_536
@@ -280,6 +290,8 @@ TENANT_SERIES_MAX: Final = 12  # tenants with series of their own, three each
 
 assert SLICE_BYTES_MAX <= FRAME_PAYLOAD_BYTES_MAX
 assert CHECKSUM_BYTES_MAX <= SLICE_BYTES_MAX, "a checksum block must fit one slice"
+assert PLACES_PER_CALL_MAX <= BATCH_ITEMS_MAX
+assert REGION_BYTES_PER_CLIENT_MAX <= REGION_BYTES_MAX
 assert INLINE_PUT_BYTES_MAX <= FRAME_PAYLOAD_BYTES_MAX
 assert READ_AHEAD_BYTES <= BODY_FIRST_BYTES <= FRAME_BODY_BYTES_MAX, "what came with the header must fit"
 assert REQUESTS_BYTES_MAX >= 16 * (FRAME_BODY_BYTES_MAX + INLINE_PUT_BYTES_MAX), "some of the largest side by side"

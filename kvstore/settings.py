@@ -160,7 +160,9 @@ class NodeSettings(BaseSettings):
         description="how long the cluster waits for a node that is silent; whole seconds",
     )
     node_id: str = Field("", description="name of the node; empty lets the first start choose one and keep it")
-    transport: Literal["tcp", "auto", "rdma"] = Field("auto", description="how payload travels")
+    transport: Literal["tcp", "shm", "auto", "rdma"] = Field(
+        "auto", description="how payload travels: auto also takes shared memory for clients on this host"
+    )
     device: Literal["auto", "uring", "threads"] = Field("auto", description="how the drive is driven")
     queue_depth: int = Field(QUEUE_DEPTH_DEFAULT, ge=1, le=QUEUE_DEPTH_MAX, description="operations in flight a drive")
     segment_bytes: Size = Field(0, description="size of a segment of a new drive; 0 chooses by its capacity")

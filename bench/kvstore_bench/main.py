@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run a scenario")
-    run.add_argument("scenario", choices=["micro", "transport"])
+    run.add_argument("scenario", choices=["micro", "shm", "transport"])
     run.add_argument("--quick", action="store_true", help="under a minute, rough figures")
     run.add_argument(
         "--only",
@@ -35,9 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     run.add_argument("--gate", action="store_true", help="exit 1 when a must was missed")
     options = parser.parse_args(arguments)
-    from kvstore_bench.scenarios import micro, transport
+    from kvstore_bench.scenarios import micro, shm, transport
 
-    scenario = {"micro": micro.run, "transport": transport.run}[options.scenario]
+    scenario = {"micro": micro.run, "shm": shm.run, "transport": transport.run}[options.scenario]
     rows: list[Row] = []
     try:
         for row in scenario(quick=options.quick, folder=options.folder, only=options.only):

@@ -10,17 +10,19 @@ from types import TracebackType
 from typing import Self
 
 from kvstore.errors import Closed, InvalidRequest, KVStoreError
-from kvstore.limits import SECOND_NS
+from kvstore.limits import CONNECT_NS_MAX, SECOND_NS
 from kvstore.types.flow import FlowClass
 from kvstore.types.namespace import Namespace
 from kvstore.types.secret import read_token
 from kvstore_client.blocking import BlockingDriver
 from kvstore_client.core import ClientCore
 from kvstore_client.namespace_handle import BoundNamespace
-from kvstore_client.options import ClientOptions, is_number, parse_flow
+from kvstore_client.options import ClientOptions, is_number, parse_flow, parse_transport
 from kvstore_client.process import ProcessState
 from kvstore_client.regions import allocate
-from kvstore_client.rounds import refresh_view
+from kvstore_client.rounds import is_on_this_host, refresh_view
+from kvstore_client.shm import SharedMemory
+from kvstore_client.shm_ways import Transport
 from kvstore_client.stats import Counters
 from kvstore_client.writer import Session
 
@@ -53,6 +55,7 @@ class KVClient:
         token_file: str | Path | None = None,
         deadline: float | None = None,
         lazy: bool = False,
+        transport: str | Transport | None = None,
         options: ClientOptions | None = None,
     ) -> Self:
         """A client that has seen the view.
@@ -64,6 +67,9 @@ class KVClient:
             token_file: File that holds it instead, read now; only its owner should be able to.
             deadline: Seconds that a call may take when it names no deadline; None is 30 s.
             lazy: Do not connect now; the first call does. Until a node answers, everything is a miss.
+            transport: "auto" shares memory with nodes on this host, and speaks TCP with all others and where that is
+                not possible; "tcp" never shares; "shm" fails where it cannot. None is what `options` says, else
+                KVSTORE_CLIENT_TRANSPORT of the environment, else "tcp".
             options: The rest; `flow`, `token` and `deadline` replace what it says of them where they are given.
 
         Raises:
@@ -73,7 +79,10 @@ class KVClient:
         """
         addresses = (address,) if isinstance(address, str) else tuple(address)
         client = cls(
-            addresses, client_options(flow=flow, token=token, token_file=token_file, deadline=deadline, base=options)
+            addresses,
+            client_options(
+                flow=flow, token=token, token_file=token_file, deadline=deadline, transport=transport, base=options
+            ),
         )
         if not lazy:
             try:
@@ -96,8 +105,29 @@ class KVClient:
             raise failure
 
     def alloc(self, length_bytes: int, *, prefault: bool = False) -> memoryview:
-        """Memory that suits transfers: writable, page-aligned, freed with the last view of it."""
+        """Memory that suits transfers: writable, page-aligned, freed with the last view of it.
+
+        With a node on this host it is shared memory: records that lie in whole pages of it are written there, and read
+        from there, by the node itself. It is allocated at once, a forked child has the same memory, not a copy, and
+        it must not be registered with a driver (see docs/decisions/shared-memory.md).
+        """
+        if length_bytes > 0 and self.options.transport is not Transport.TCP:
+            session = self.session()
+            until_ns = time.monotonic_ns() + min(self.options.deadline_ns, CONNECT_NS_MAX)
+            if session.driver.run(is_on_this_host(session.core, until_ns)):
+                shared = session.core.memory.allocate(length_bytes, prefault=prefault)
+                if shared is not None:
+                    return shared
         return allocate(length_bytes, prefault=prefault)
+
+    @property
+    def memory(self) -> SharedMemory:
+        """What nodes on this host can reach of this process."""
+        return self.session().core.memory
+
+    def transports(self) -> Mapping[str, str]:
+        """For each target "shm", or "tcp" and why; as far as this process has connected to it."""
+        return {link.id: link.local.words() for link in self.session().core.links() if link.local.is_known}
 
     def stats(self) -> Mapping[str, int]:
         """The client's counters by name (see `kvstore_client.stats.Counters`), this process's only."""
@@ -146,6 +176,7 @@ def client_options(
     token_file: str | Path | None = None,
     deadline: float | None,
     base: ClientOptions | None,
+    transport: str | Transport | None = None,
 ) -> ClientOptions:
     """The options that `connect` was given, as one value. Raises InvalidRequest."""
     known = base or ClientOptions()
@@ -162,4 +193,5 @@ def client_options(
         deadline_ns=known.deadline_ns if deadline is None else int(deadline * SECOND_NS),
         connections_per_target=known.connections_per_target,
         idle_ns=known.idle_ns,
+        transport=known.transport if transport is None and base is not None else parse_transport(transport),
     )

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Generator, Sequence
-from typing import Final, Protocol, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
 from kvstore.limits import CONNECT_NS_MAX, DRAIN_BYTES_MAX, DRAIN_NS_MAX, SECOND_NS, SLICE_BYTES_MAX
@@ -26,6 +26,8 @@ from kvstore.wire.schema import Message
 from kvstore.wire.session import ClientSession, State, Verdict
 from kvstore_client.address import in_place_of, split_address
 from kvstore_client.names import NameWait, numeric_places
+from kvstore_client.parties import Greeting, PayloadOwner
+from kvstore_client.shm_places import ConnectionRegions, learn_way, send_with_descriptor
 from kvstore_client.waiting import Quick, first_bytes, set_timeout
 
 READ: Final = 1
@@ -39,36 +41,9 @@ _WAIT_ALL_BYTES_MAX: Final = 256 * 1024
 """At most so much payload is waited for at a time, so that it is checked while the CPU's cache has it: 0.03 s/GB for
 the checksums instead of 0.07 with 1 MiB at a time; receiving costs the same (2 MiB of L2 per core, busy machine)."""
 
+_FEATURES: Final = Feature.FINAL_DATA | Feature.DATA_CRCS
 _DRAINABLE: Final = frozenset({State.READ, State.ANSWER})
 M = TypeVar("M", bound=Message)
-
-
-class PayloadOwner(Protocol):
-    """The call in progress, which knows where payload belongs."""
-
-    def place(self, frame: Frame) -> Sequence[memoryview]:
-        """Destination of the payload of a DATA frame. Raises FormatUnsupported when the node broke the protocol."""
-
-    def arriving(self, frame: Frame, arrived_bytes: int) -> None:
-        """So much of the payload of the frame that was placed last has arrived, but not all. Raises as `place`."""
-
-
-class Greeting(Protocol):
-    """Who we are, for HELLO; and what the node said of itself."""
-
-    client_id: bytes
-    token: bytes
-
-    view_epoch: int
-
-    def seen_boot_id(self) -> bytes:
-        """Boot id of the last WELCOME of this target, zeros if never."""
-
-    def welcomed(self, welcome: Welcome) -> None:
-        """A connection is open."""
-
-    def saw_epoch(self, epoch: int) -> None:
-        """The node's view had this epoch when it sent a frame."""
 
 
 class Connection:
@@ -83,6 +58,7 @@ class Connection:
         has_heard: True once any byte of the answer to the current call has arrived.
         idle_since_ns: When the last call ended.
         welcome: What the node takes.
+        regions: What the node can reach of our memory; None over TCP.
         quick: Send, receive and the next request id, for reads the quickest way (lane.py). While the connection is
             open, if the node may end reads with data.
         receive_timeout_ns: The kernel's timeout for receiving; 0 is none.
@@ -113,6 +89,7 @@ class Connection:
         "is_fresh",
         "quick",
         "receive_timeout_ns",
+        "regions",
         "welcome",
     )
 
@@ -149,6 +126,7 @@ class Connection:
         self.is_abandoned = False
         self.has_heard = False
         self.welcome: Welcome | None = None
+        self.regions: ConnectionRegions | None = None
         self.quick: Quick | None = None
 
     @property
@@ -196,6 +174,7 @@ class Connection:
         try:
             yield from self._connect()
             yield from self._greet()
+            yield from self._go_over()
         except DeadlineExceeded:
             if time.monotonic_ns() >= call_deadline_ns:
                 raise
@@ -371,6 +350,16 @@ class Connection:
         frames = yield from self.receive()
         return self.decode(answer, frames[0])
 
+    def ask_with_descriptor(self, message: Message, answer: type[M], fd: int) -> Generator[int, None, M]:
+        """As `ask`, with a descriptor for the node. Over a Unix socket only; nothing may be queued."""
+        self.begin(message)
+        try:
+            self._writer.advance(send_with_descriptor(self._require_socket(), self._writer.buffers(), fd))
+        except OSError as error:
+            raise self._broken(error) from None
+        yield from self._flush()
+        return self.decode(answer, (yield from self.receive())[0])
+
     def decode(self, kind: type[M], frame: Frame) -> M:
         """The message in a frame. Raises Unavailable when it is another one, or malformed."""
         try:
@@ -446,6 +435,9 @@ class Connection:
                 pass  # it is gone already, which is what was asked for
 
     def _connect(self) -> Steps:
+        if (near := self._greeting.local.connect()) is not None:
+            self._socket, self.regions = near, ConnectionRegions(self._greeting.local.memory)
+            return
         host, port = split_address(self._address)
         try:
             places = numeric_places(host, port)
@@ -476,11 +468,22 @@ class Connection:
         except OSError as error:
             raise Unavailable(f"node at {self._address} cannot be reached: {error.strerror or error}") from None
 
+    def _go_over(self) -> Steps:
+        """From TCP to the node's socket for its own host, where there is one; TCP again when that fails."""
+        local = self._greeting.local
+        if self.regions is None and local.is_wanted and (yield from learn_way(self, local)):
+            self.close()
+            self._begin_anew()
+            yield from self._connect()
+            yield from self._greet()
+        if self.regions is None:
+            local.check(self.close)
+
     def _greet(self) -> Steps:
         hello = Hello(
             version_min=VERSION,
             version_max=VERSION,
-            features=Feature.FINAL_DATA | Feature.DATA_CRCS,
+            features=_FEATURES | Feature.SHARED_MEMORY * self._greeting.local.is_wanted,
             client_id=self._greeting.client_id,
             boot_id=self._greeting.seen_boot_id(),
             token=self._greeting.token,

@@ -12,6 +12,8 @@ from kvstore_client.address import split_address
 from kvstore_client.options import ClientOptions
 from kvstore_client.planner import TargetId, TargetOf
 from kvstore_client.retry import RetryBudget
+from kvstore_client.shm import SharedMemory
+from kvstore_client.shm_ways import LocalWay, Transport
 from kvstore_client.stats import Counters
 from kvstore_client.target import TargetLink
 from kvstore_client.topology import WorkerRoute, placement_of, routes_of
@@ -26,6 +28,7 @@ class ClientCore:
 
     Attributes:
         addresses: Where the view can be asked for, as the caller gave them.
+        memory: What nodes on this host can reach of this process.
         pid: Of the process that owns the sockets.
         placement: Where a run's head belongs; None before the first view.
         newest_epoch: The highest that any node has named.
@@ -41,6 +44,7 @@ class ClientCore:
         self.counters = counters
         self.pid = os.getpid()
         self.client_id = os.urandom(CLIENT_ID_BYTES)
+        self.memory = SharedMemory()
         self.budget = RetryBudget(time.monotonic_ns())
         self.view: View | None = None
         self.placement: TargetOf | TargetId | None = None
@@ -142,5 +146,6 @@ class ClientCore:
             options=self.options,
             counters=self.counters,
             on_epoch=self.saw_epoch,
+            local=LocalWay(Transport.TCP if target.startswith(_ASK) else self.options.transport, self.memory),
         )
         return self._links.setdefault(target, link)

@@ -98,6 +98,14 @@ class IncomingRecord:
         self._checked_bytes = 0
         self._arrived = None
 
+    @property
+    def memory(self) -> memoryview | None:
+        """Where a whole record goes, if that is one piece of the caller's memory and nothing else is in between."""
+        views = self._region.views
+        if self._spans is not None or len(views) != 1:
+            return None
+        return views[0][self._base_bytes : self._base_bytes + self._room_bytes]
+
     def land(self, piece: Slice, waste: memoryview) -> list[memoryview]:
         """Where the bytes of `piece` must be received, in order; memory of the caller only where it asked for them.
 

@@ -15,12 +15,14 @@ from kvstore.wire.frames import Frame
 from kvstore.wire.header import FrameType
 from kvstore.wire.messages import ID_BYTES, RANGE_BYTES, End, Get
 from kvstore.wire.ranges import encode_ranges
+from kvstore.wire.shared import get_into
 from kvstore.wire.slices import NO_CONTENT_ID, Slice
 from kvstore_client.connection import READ, WRITE, Connection, Steps
 from kvstore_client.incoming import HIT, OPEN, IncomingRecord
 from kvstore_client.planner import TargetId, split_by_weight
 from kvstore_client.ranges import Spans
 from kvstore_client.rounds import Job
+from kvstore_client.shm_places import Places
 from kvstore_client.target import TargetLink
 
 _BODY_BYTES = FRAME_BODY_BYTES_MAX - 4096  # room for the fields that do not grow with the batch
@@ -139,6 +141,14 @@ class LoadJob(Job):
         if self._has_run:
             chosen = self._rest()
         self._has_run = True
+        while connection.regions is not None and self._spans is None and self._shared_spans is None and chosen:
+            places, chosen = yield from connection.regions.split(connection, self.records, chosen)
+            if not places.items:
+                break
+            yield from self._ask_into(connection, places)
+        if not chosen:
+            self._close_if_doubtful(connection)
+            return
         assert connection.welcome is not None
         items_max = connection.welcome.batch_items_max
         if self._spans is None and len(chosen) <= min(items_max, _PLAIN_ITEMS_MAX):
@@ -209,6 +219,18 @@ class LoadJob(Job):
             yield WRITE
         yield from self._receive(connection)
 
+    def _ask_into(self, connection: Connection, places: Places) -> Steps:
+        """Lets the node write records to where they belong."""
+        regions = connection.regions
+        assert regions is not None
+        self._asked = asked = [self.records[at] for at in places.items]
+        request = get_into(self._request(places.items), places.blob)
+        try:
+            yield from connection.start(request, owner=self)
+            yield from self._receive(connection)
+        finally:
+            regions.settle(places, asked)
+
     def _receive(self, connection: Connection) -> Steps:
         asked = self._asked
         while True:
@@ -217,6 +239,9 @@ class LoadJob(Job):
                 yield READ
                 continue
             for frame in frames:
+                if frame.type is FrameType.PLACED:
+                    self._take_placed(frame)
+                    continue
                 if frame.type is not FrameType.DATA:
                     self._end(connection.decode(End, frame).statuses, connection)
                     return
@@ -245,6 +270,13 @@ class LoadJob(Job):
             piece = slices[at]
             asked[piece.item].arrived(piece, landing[at])
         self._checked_slices = self._checked_until = 0
+
+    def _take_placed(self, frame: Frame) -> None:
+        """Checks what the node says it has put where it belongs."""
+        asked, slices = self._asked, frame.slices
+        for piece, views in zip(slices, self._land(frame), strict=True):
+            asked[piece.item].arrived(piece, views)
+            self.received_bytes += piece.length_bytes
 
     def _end(self, statuses: bytes, connection: Connection) -> None:
         """Takes over the misses that END tells. A record that END calls a hit must have come whole."""

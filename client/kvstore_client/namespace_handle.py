@@ -23,6 +23,8 @@ from kvstore_client.ranges import Ranges
 from kvstore_client.read_shape import ReadShape, incoming_records, shape_of
 from kvstore_client.read_verbs import PinHold
 from kvstore_client.regions import Item, refuse_repeated
+from kvstore_client.shm_places import lies_in_shared_memory
+from kvstore_client.shm_ways import Transport
 from kvstore_client.straight import plain_views, read_straight
 from kvstore_client.write_verbs import StoreRequest
 from kvstore_client.writer import Session, Writer
@@ -97,6 +99,7 @@ class BoundNamespace(NamespaceKeys):
         super().__init__(namespace)
         self._client = client
         self._block_bytes = namespace.layout.checksum_bytes()
+        self._may_share = client.options.transport is not Transport.TCP
         self._lanes = None
         shape = self._whole_shape
         if shape.is_plain and namespace.layout.shards == 1 and shape.sections[0].part is None:
@@ -192,6 +195,7 @@ class BoundNamespace(NamespaceKeys):
                 outside the record, unknown shards or parts. Nothing was sent then.
         """
         quick: Begun | int = 0
+        is_placed = self._may_share and lies_in_shared_memory(self._client.memory, buffers)
         if (
             ranges is None
             and layers is None
@@ -201,6 +205,7 @@ class BoundNamespace(NamespaceKeys):
             and soft_deadline is None
             and not accept_pending
             and self._lanes is not None
+            and not is_placed
         ):
             done = self._lanes.read(keys, buffers, deadline)
             if isinstance(done, list):
@@ -216,7 +221,13 @@ class BoundNamespace(NamespaceKeys):
         chain = as_chain(keys)
         refuse_repeated(buffers)
         shape = self._shape(len(chain), shards=shards, part=part, layers=layers, ranges=ranges)
-        if begun is None and shape is self._whole_shape and content_ids is None and not accept_pending:
+        if (
+            begun is None
+            and shape is self._whole_shape
+            and content_ids is None
+            and not accept_pending
+            and not is_placed
+        ):
             outcome = self._read_straight(session, chain, buffers, until_ns)
             if isinstance(outcome, list):
                 return outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from numbers import Real
 from typing import Final
@@ -18,6 +19,7 @@ from kvstore.limits import (
     TOKEN_BYTES_MAX,
 )
 from kvstore.types.flow import FlowClass
+from kvstore_client.shm_ways import TRANSPORT_VARIABLE, Transport
 
 WAITS: Final = {"received": 0, "durable": 1}
 DURABILITIES: Final = {"commit": 0, "power": 1}
@@ -32,6 +34,7 @@ class ClientOptions:
     deadline_ns: Of calls that name none.
     connections_per_target: How many calls of this process may talk to one target at a time.
     idle_ns: A connection that was not used for so long is closed.
+    transport: AUTO shares memory with nodes on this host, TCP never does, SHM fails where it cannot.
     """
 
     flow: FlowClass = FlowClass.DECODE_READ
@@ -40,6 +43,7 @@ class ClientOptions:
     deadline_ns: int = CALL_DEADLINE_NS_DEFAULT
     connections_per_target: int = CONNECTIONS_PER_WORKER_DEFAULT
     idle_ns: int = CONNECTION_IDLE_NS_MAX
+    transport: Transport = Transport.TCP
 
     def __post_init__(self) -> None:
         if len(self.token) > TOKEN_BYTES_MAX:
@@ -60,6 +64,20 @@ def parse_flow(flow: str | FlowClass) -> FlowClass:
         return FlowClass.parse(flow)
     except ValueError as error:
         raise InvalidRequest(str(error)) from None
+
+
+def parse_transport(transport: str | Transport | None) -> Transport:
+    """The transport called so; None is what the environment says (KVSTORE_CLIENT_TRANSPORT), else TCP.
+
+    Raises:
+        InvalidRequest: There is no such transport.
+    """
+    name = os.environ.get(TRANSPORT_VARIABLE, "tcp") if transport is None else transport
+    try:
+        return Transport(name)
+    except ValueError:
+        known = ", ".join(one.value for one in Transport)
+        raise InvalidRequest(f"transport is {name!r:.80}; use one of: {known}") from None
 
 
 def is_number(value: object) -> bool:

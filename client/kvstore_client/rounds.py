@@ -178,6 +178,16 @@ def refresh_view(core: ClientCore, deadline_ns: int) -> Verb[KVStoreError | None
     return failure
 
 
+def is_on_this_host(core: ClientCore, deadline_ns: int) -> Verb[bool]:
+    """Whether memory can be shared with some target; asks those that have not been asked."""
+    yield from ensure_view(core, deadline_ns)
+    links = [core.link(target) for target in core.target_ids()]
+    jobs = [ViewJob(core, link.id, deadline_ns) for link in links if not link.local.is_known]
+    if jobs:
+        yield jobs
+    return any(link.local.path for link in links)
+
+
 class ViewJob(Job):
     """Asks one node for the view."""
 

@@ -22,6 +22,7 @@ from kvstore.limits import (
     DIGEST_BYTES,
     FRAME_AIM_BYTES,
     FRAME_BODY_BYTES_MAX,
+    PLACES_PER_CALL_MAX,
     RETRIES_PER_CALL_MAX,
     SLICE_BYTES_MAX,
     SLICES_PER_FRAME_MAX,
@@ -31,6 +32,7 @@ from kvstore.types.flow import FlowClass
 from kvstore.types.results import RefusedReason
 from kvstore.wire.header import FrameType
 from kvstore.wire.messages import ID_BYTES, U32_MAX, End, Feature, Grant, Manifest, Offer, Result
+from kvstore.wire.shared import offer_from
 from kvstore.wire.slices import NO_CONTENT_ID, Slice, encode_slices
 from kvstore_client.connection import Connection, Steps
 from kvstore_client.planner import TargetId, split_by_weight
@@ -106,6 +108,12 @@ class OutgoingRecord:
         self.content_id = NO_CONTENT_ID
         self.detail = ""
         self.was_offered = False
+
+    @property
+    def memory(self) -> memoryview | None:
+        """The record's bytes, if they lie in one piece of the caller's memory."""
+        views = self.region.views
+        return views[0][self.base_bytes : self.base_bytes + self.length_bytes] if len(views) == 1 else None
 
     @property
     def table_bytes(self) -> int:
@@ -200,6 +208,8 @@ class StoreJob(Job):
         """Batches that the node takes in one offer: one ttl each, within its item and body limits."""
         assert connection.welcome is not None
         items_max = connection.welcome.batch_items_max
+        if connection.regions is not None:
+            items_max = min(items_max, PLACES_PER_CALL_MAX)
         for ttl_ns in dict.fromkeys(record.volatile_ttl_ns for record in records):
             same = [record for record in records if record.volatile_ttl_ns == ttl_ns]
             weights = [_ITEM_BYTES + record.table_bytes for record in same]
@@ -222,9 +232,15 @@ class StoreJob(Job):
         assert connection.welcome is not None
         self._asked = records
         total = sum(record.length_bytes for record in records)
-        inline = total <= connection.welcome.inline_put_bytes_max
-        self._sends_crcs = not inline and Feature.DATA_CRCS in Feature(connection.welcome.features)
+        places = b""
+        if connection.regions is not None:
+            found, rest = yield from connection.regions.split(connection, records, range(len(records)))
+            places = b"" if rest else found.blob
+        inline = not places and total <= connection.welcome.inline_put_bytes_max
+        self._sends_crcs = not inline and not places and Feature.DATA_CRCS in Feature(connection.welcome.features)
         request = self._request(records, inline=inline)
+        if places:
+            request = offer_from(request, places)
         for record in records:
             record.was_offered = True
         yield from connection.start(

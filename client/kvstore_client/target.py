@@ -15,6 +15,7 @@ from kvstore_client.connection import Connection
 from kvstore_client.options import ClientOptions
 from kvstore_client.planner import TargetId
 from kvstore_client.retry import BreakerState, CircuitBreaker
+from kvstore_client.shm_ways import LocalWay
 from kvstore_client.stats import Counters
 
 _RATE_WEIGHT = 0.2  # of the newest sample in the moving average of the read rate
@@ -31,6 +32,7 @@ class TargetLink:
         boot_count: Rises when another boot id is seen: pins and writers from before are gone.
         breaker: Whether calls may try at all.
         view_epoch: Of the view that this link's calls are planned with; 0 when they need none.
+        local: The way to it on the same host.
         read_bytes_per_second: Moving average of large reads; 0.0 before the first.
     """
 
@@ -49,6 +51,7 @@ class TargetLink:
         "breaker",
         "client_id",
         "id",
+        "local",
         "read_bytes_per_second",
         "token",
         "view_epoch",
@@ -63,10 +66,12 @@ class TargetLink:
         options: ClientOptions,
         counters: Counters,
         on_epoch: Callable[[int], None],
+        local: LocalWay,
     ) -> None:
         self.id = target
         self.client_id = client_id
         self.token = options.token
+        self.local = local
         self.view_epoch = 0
         self.boot_id = bytes(ID_BYTES)
         self.boot_count = 0

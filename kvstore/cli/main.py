@@ -101,7 +101,7 @@ def serve(
     node_label: Annotated[str | None, typer.Option(help="Failure domain, such as the rack. [the node]")] = None,
     lease_ttl: Annotated[str | None, typer.Option(help="How long the cluster waits for a silent node. [10s]")] = None,
     node_id: Annotated[str | None, typer.Option(help="Name of the node. [chosen at the first start]")] = None,
-    transport: Annotated[str | None, typer.Option(help="tcp or auto. [auto]")] = None,
+    transport: Annotated[str | None, typer.Option(help="tcp, shm or auto. [auto]")] = None,
     device: Annotated[str | None, typer.Option(help="auto, uring or threads. [auto]")] = None,
     queue_depth: Annotated[str | None, typer.Option(help="Operations in flight for each drive. [32]")] = None,
     segment_bytes: Annotated[str | None, typer.Option(help="Segment of a new drive; 0 is by capacity. [0]")] = None,

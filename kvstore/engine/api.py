@@ -119,6 +119,10 @@ class ReadSpec:
         accept_pending: also serve records that are received but not durable yet.
         verify: a client found these records' bytes wrong: memory is checked before it is served. A copy that does not
             match its checksums is dropped, and the record read from the drive.
+        places: memory of the client for each record, pages of its own. A record that is as long as its place may be
+            read from the drive straight into it, and is delivered there: its payload is not verified then, since the
+            client can change it at any time; the client's own check is what counts. Whatever the outcome, such a read
+            may go on in the place after `cancel` and after the deadline.
     """
 
     namespace: NamespaceRef
@@ -129,6 +133,7 @@ class ReadSpec:
     content_ids: bytes | None = None
     accept_pending: bool = False
     verify: bool = False
+    places: Sequence[memoryview] | None = None
 
 
 class ReadHandle(Protocol):

@@ -227,6 +227,13 @@ class Loader:
         found.unpack()
         return self.flight(name)
 
+    def submit(self, op: IoOp) -> None:
+        """Queue an operation that counts as one of these, and says so when it has ended by `operations`."""
+        self.operations += 1
+        self.started += 1
+        self._metrics.read_ios += 1
+        self._queue.submit(op)
+
     # --- starting ----------------------------------------------------------------------------------------------------
     def whole(self, wanted: Sequence[tuple[int, int]], keys: bytes, pages: int, starter: Starter) -> bool:
         """Read whole records that lie side by side. False when there is no memory now.

@@ -15,6 +15,7 @@ from typing import Final
 from kvstore.engine.api import NamespaceRef, ReadHandle, ReadSink, ReadSpec
 from kvstore.engine.cache import HITS_MAX, Cache, CachedRecord, RecordFacts
 from kvstore.engine.catalog import Catalog
+from kvstore.engine.direct import DirectReads
 from kvstore.engine.estimate import LoadEstimator
 from kvstore.engine.loads import HEADER, Flight, Loader
 from kvstore.engine.location import DEPTH_BITS, PAGES_BITS, location_pages, location_segment
@@ -43,7 +44,6 @@ from kvstore.types.results import MissReason
 _FEW_KEYS: Final = 32
 _WATCHED_MIN: Final = 256
 _ARENA_SHARE: Final = 4  # a record longer than a quarter of the arena would wait for long until so much is free
-_WINDOW_OPENS_BYTES: Final = READ_WINDOW_BYTES * 3 // 4
 _RUN_PAGES_MAX: Final = READ_COALESCE_BYTES // PAGE_BYTES
 _PLACE_SHIFT: Final = PAGES_BITS + DEPTH_BITS
 _PAGES_MASK: Final = (1 << PAGES_BITS) - 1
@@ -88,6 +88,7 @@ class Reader:
         self._metrics = metrics
         self._estimator = estimator
         self._start = start
+        self._direct = DirectReads(loader, catalog, table, cache, metrics, plan=self._plan, activate=self.activate)
         self._round: deque[Request] = deque()
         self._blocked: deque[Request] = deque()
         self._parked: list[Request] = []
@@ -160,7 +161,7 @@ class Reader:
 
     def memory_came_back(self, request: Request) -> None:
         """A sink let go of an item of this request while somebody is `hungry`."""
-        if self._blocked or request.staged_bytes <= _WINDOW_OPENS_BYTES:
+        if self._blocked or request.staged_bytes <= request.window_opens_bytes:
             self.pump()
 
     def pump(self) -> None:
@@ -191,7 +192,7 @@ class Reader:
             for request in parked:
                 if request.closed:
                     continue
-                if request.staged_bytes > _WINDOW_OPENS_BYTES:
+                if request.staged_bytes > request.window_opens_bytes:
                     self._parked.append(request)
                 elif not request.queued:
                     request.queued = True
@@ -304,6 +305,8 @@ class Reader:
         if rest and request.version != self._catalog.version:
             indices = [*indices, *(index for _, index in rest)]
             rest = []
+        if request.direct and request.version != self._catalog.version:
+            indices = [*indices, *request.take_direct()]
         locations = self._locate(request, indices)
         wants: list[tuple[int, int]] = []
         absent: list[int] = []
@@ -314,8 +317,12 @@ class Reader:
             elif location >> DEPTH_BITS & _PAGES_MASK > whole_pages_max and self._is_piecewise(request, location):
                 pieces = request.piecewise[index] = Pieces(index, request.key(index), location)
                 request.pieces.append(pieces)
+            elif request.places is not None and self._direct.takes(request, index, location):
+                request.direct.append((location, index))
             else:
                 wants.append((location, index))
+        if request.direct:
+            request.direct = deque(sorted(request.direct))
         if absent:
             self._miss(request, absent)
         if request.closed:
@@ -416,6 +423,8 @@ class Reader:
         if request.later and request.staged_bytes < READ_WINDOW_BYTES:
             self._give_later(request)
             return True
+        if request.direct:
+            return self._direct.start(request)
         if request.next_want < len(request.wants):
             if request.version != self._catalog.version:
                 self._plan(request, [])  # records moved or went since its reads were planned

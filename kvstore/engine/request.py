@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvstore.engine.api import ParcelSource, ReadSink, ReadSpec
@@ -12,7 +13,13 @@ from kvstore.engine.cache import RecordFacts
 from kvstore.engine.division import Cut
 from kvstore.engine.readplan import Range, covering_blocks, ranges_per_record
 from kvstore.engine.ready import ReadyRecord
-from kvstore.limits import DEVICE_IO_BYTES_MAX, DIGEST_BYTES, READ_WINDOW_BYTES
+from kvstore.limits import (
+    DEVICE_IO_BYTES_MAX,
+    DIGEST_BYTES,
+    DIRECT_WINDOW_BYTES,
+    READ_COALESCE_BYTES,
+    READ_WINDOW_BYTES,
+)
 from kvstore.types.checksum import block_count
 from kvstore.types.results import MissReason
 
@@ -57,6 +64,8 @@ class Request:
         version: of the catalog when `wants` was looked up.
         later: records found in memory when the window was full.
         pieces: records to read piece by piece.
+        places: the client's memory for each record that may be read straight into it; None where there is none.
+        direct: (location, index) of records to read so, by place.
         in_parcels: its records may come in parcels; `cuts` are the next ones of `wants`, the first one last.
         landed: parcels that are there and not taken.
         doubted: indices of records that came in a parcel, and were not right.
@@ -73,6 +82,7 @@ class Request:
         "blocked",
         "closed",
         "cuts",
+        "direct",
         "doubted",
         "force_cache",
         "in_parcels",
@@ -83,6 +93,7 @@ class Request:
         "next_want",
         "pieces",
         "piecewise",
+        "places",
         "queued",
         "reader",
         "sink",
@@ -106,6 +117,8 @@ class Request:
         self.version = 0
         self.later: deque[int] = deque()
         self.pieces: deque[Pieces] = deque()
+        self.places: list[memoryview | None] | None = None if spec.places is None else list(spec.places)
+        self.direct: deque[tuple[int, int]] = deque()
         self.piecewise: dict[int, Pieces] = {}
         self.queued = False
         self.blocked = False
@@ -142,17 +155,33 @@ class Request:
         self.later.clear()
         self.pieces.clear()
         self.piecewise.clear()
+        self.direct.clear()
+        if self.places is not None:
+            # the request is remembered until its deadline, the client's memory is not
+            self.places = None
+            self.spec = replace(self.spec, places=None)
         while self.landed:
             self.landed.popleft().release()
 
     def has_work(self) -> bool:
         """Whether something could be started for it, window and memory permitting."""
-        return self.next_want < len(self.wants) or bool(self.later) or bool(self.pieces)
+        return self.next_want < len(self.wants) or bool(self.later) or bool(self.pieces) or bool(self.direct)
 
     def has_window(self, more_bytes: int) -> bool:
         """Whether so much more may be staged: within READ_WINDOW_BYTES, but always two reads of any size."""
         staged = self.staged_bytes
         return staged + more_bytes <= READ_WINDOW_BYTES or staged <= more_bytes
+
+    @property
+    def window_opens_bytes(self) -> int:
+        """What may still be staged when it goes on after its window was full."""
+        return DIRECT_WINDOW_BYTES - READ_COALESCE_BYTES if self.direct else READ_WINDOW_BYTES * 3 // 4
+
+    def take_direct(self) -> list[int]:
+        """The indices of `direct`, which has none then."""
+        indices = [index for _, index in self.direct]
+        self.direct.clear()
+        return indices
 
     # --- answers -----------------------------------------------------------------------------------------------------
     def miss(self, index: int, reason: MissReason) -> None:

@@ -19,6 +19,7 @@ SCOPE_OF: Final[Mapping[FrameType, Scope]] = {
     FrameType.MATCH: Scope.READ,
     FrameType.UNPIN: Scope.READ,
     FrameType.GET: Scope.READ,
+    FrameType.GET_INTO: Scope.READ,
     FrameType.WAIT: Scope.READ,
     FrameType.PREFETCH: Scope.READ,
     FrameType.MANIFEST: Scope.WRITE,
@@ -28,7 +29,7 @@ SCOPE_OF: Final[Mapping[FrameType, Scope]] = {
     FrameType.DELETE: Scope.WRITE,
     FrameType.DROP: Scope.WRITE,
 }
-"""What a verb needs. OFFER and WRITER_OPEN need WRITE too, and answer for each of their items."""
+"""What a verb needs. OFFER, OFFER_FROM and WRITER_OPEN need WRITE too, and answer for each of their items."""
 
 
 class Admission(Protocol):

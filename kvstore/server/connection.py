@@ -32,7 +32,8 @@ from kvstore.server.loop import BROKEN, READABLE, WRITABLE, Loop
 from kvstore.server.tenants import Grant, Scope
 from kvstore.telemetry.logs import RepeatLogger
 from kvstore.telemetry.metrics import DataplaneMetrics, error_index
-from kvstore.transport.tcp_node import TcpNodeChannel
+from kvstore.transport.shm_node import ShmNodeChannel, node_channel
+from kvstore.transport.shm_regions import MappedMemory
 from kvstore.types.flow import FlowClass
 from kvstore.wire.body import MemoryBudget
 from kvstore.wire.failures import code_of, text_of
@@ -57,6 +58,7 @@ class Plane(Protocol):
     now_ns: int
     clock: Callable[[], int]
     requests_memory: MemoryBudget
+    shared_memory: MappedMemory
     quick_engine: Engine | None
     handlers: Mapping[FrameType, Callable[[Connection, Frame], None]]
 
@@ -85,6 +87,7 @@ class Connection:
         grant: what its token allows; None is everything, to every tenant.
         ends_with_data: Feature.FINAL_DATA was agreed on.
         takes_data_crcs: Feature.DATA_CRCS was.
+        shares_memory: Feature.SHARED_MEMORY was agreed on.
         call: the request in progress.
         due_ns: when it is closed unless something arrives before (HELLO, idle and lingering limits).
         clock: monotonic; for durations, where the time of the turn is too coarse.
@@ -115,6 +118,7 @@ class Connection:
         "is_closed",
         "metrics",
         "session",
+        "shares_memory",
         "takes_data_crcs",
     )
 
@@ -123,11 +127,12 @@ class Connection:
         self.metrics = plane.metrics
         self.clock = plane.clock
         self._handlers = plane.handlers
-        self.channel = TcpNodeChannel(
+        self.channel = node_channel(
             accepted,
             self,
             body_bytes_max=HELLO_BODY_BYTES_MAX,
             budget=None if is_admin else plane.requests_memory,  # people must get through when peers hold it all
+            memory=None if is_admin else plane.shared_memory,
         )
         self._held_bytes = 0  # of the requests' memory, for the call in progress
         self.session = ServerSession()
@@ -137,6 +142,7 @@ class Connection:
         self.flow = FlowClass.BACKGROUND
         self.ends_with_data = False
         self.takes_data_crcs = False
+        self.shares_memory = False
         self.call: Call | None = None
         self.due_ns = due_ns
         self.in_turn = False
@@ -434,6 +440,7 @@ class Connection:
         """HELLO was accepted, and these features were agreed on."""
         self.ends_with_data = Feature.FINAL_DATA in features
         self.takes_data_crcs = Feature.DATA_CRCS in features
+        self.shares_memory = Feature.SHARED_MEMORY in features and isinstance(self.channel, ShmNodeChannel)
         self.client = client
         self.flow = flow
         self.channel.reader.allow_bodies(FRAME_BODY_BYTES_MAX)

@@ -10,7 +10,7 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -30,7 +30,7 @@ from kvstore.limits import (
     SWEEP_NS,
     WRITE_WAVE_NS,
 )
-from kvstore.server import lookups
+from kvstore.server import lookups, shm_calls
 from kvstore.server.admission import Admission, agreed_version, guarded, own_client_id
 from kvstore.server.clients import Client, Clients
 from kvstore.server.connection import Connection
@@ -43,6 +43,7 @@ from kvstore.server.verbs import AdminVerbs
 from kvstore.server.writer_calls import WriterCommitCall, WriterOpenCall, WriterWriteCall, abort_writers
 from kvstore.telemetry.logs import RepeatLogger
 from kvstore.telemetry.metrics import DataplaneMetrics, DeniedKind, Verb
+from kvstore.transport.shm_regions import MappedMemory
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import Refused, RefusedReason
 from kvstore.wire.body import MemoryBudget
@@ -63,6 +64,7 @@ from kvstore.wire.messages import (
     WriterCommit,
     WriterOpen,
 )
+from kvstore.wire.shared import LocalReply
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +74,11 @@ _NEVER_NS: Final = 1 << 63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who this worker is, for WELCOME."""
+    """Who this worker is, for WELCOME; and where clients on its host find it."""
 
     node_id: str
     boot_id: bytes
+    local: LocalReply = field(default_factory=LocalReply)
 
 
 class DataPlane:
@@ -89,6 +92,7 @@ class DataPlane:
         now_ns: the time of this turn.
         quick_engine: the engine while new requests are taken.
         requests_memory: what clients' requests take, all together.
+        shared_memory: what clients share with us, all together.
         is_draining: new puts are refused.
         fenced_from_ns: when puts and deletes are refused because nobody vouches for the node (see `hold_writes`).
     """
@@ -112,6 +116,7 @@ class DataPlane:
         self.now_ns = clock()
         self.clock = clock
         self.requests_memory = MemoryBudget(REQUESTS_BYTES_MAX)
+        self.shared_memory = MappedMemory()
         self._identity = identity
         self._admission = admission
         self._admin = admin
@@ -149,6 +154,11 @@ class DataPlane:
             FrameType.PREFETCH: self._prefetch,
             FrameType.CANCEL: self._cancel,
             FrameType.ADMIN: self._administer,
+            FrameType.LOCAL: self._local,
+            FrameType.REGION: self._region,
+            FrameType.REGION_DROP: self._region_drop,
+            FrameType.GET_INTO: self._get_into,
+            FrameType.OFFER_FROM: self._offer_from,
         }
 
     # --- set up and end ---------------------------------------------------------------------------------------------
@@ -266,6 +276,7 @@ class DataPlane:
         now_ns = self.now_ns
         self._sweep_ns = now_ns + SWEEP_NS
         self.metrics.calls_active = self.calls_active
+        self.metrics.shared_bytes = self.shared_memory.mapped_bytes
         for connection in list(self._connections):
             call = connection.call
             if call is not None and call.deadline_ns <= now_ns:
@@ -308,6 +319,7 @@ class DataPlane:
         """A connection is gone."""
         self._connections.discard(connection)
         self.metrics.connections = len(self._connections)
+        self.metrics.shared_connections -= connection.shares_memory
         client = connection.client
         if client is not None and self._clients.leave(client) and self._engine is not None:
             self._engine.client_gone(client.id)
@@ -330,9 +342,11 @@ class DataPlane:
         hello = Hello.decode(frame.body)
         version = agreed_version(hello)
         grant = None if connection.is_admin else self._admission.admit(hello)
-        features = FEATURES & Feature(hello.features & FEATURES)
+        offered = shm_calls.features_of(connection, FEATURES, self._identity.local)
+        features = offered & Feature(hello.features & offered)
         client = self._clients.enter(own_client_id(hello.client_id, grant))
         connection.greeted(client, FlowClass(hello.flow), features)
+        self.metrics.shared_connections += connection.shares_memory
         if grant is not None:
             self._allow(connection, grant)
         connection.due_ns = self.now_ns + IDLE_WAIT_NS
@@ -405,6 +419,32 @@ class DataPlane:
             connection,
             Offer.decode(frame.body),
             frame.payload,
+            self._serving(connection),
+            refusal=self._put_refusal(connection),
+            now_ns=self.now_ns,
+        )
+        self._engine_is_due = True
+
+    def _local(self, connection: Connection, _: Frame) -> None:
+        connection.answer(self._identity.local)
+
+    def _region(self, connection: Connection, frame: Frame) -> None:
+        shm_calls.add_region(connection, frame.body)
+        self.metrics.shared_bytes = self.shared_memory.mapped_bytes
+
+    def _region_drop(self, connection: Connection, frame: Frame) -> None:
+        shm_calls.drop_regions(connection, frame.body)
+        self.metrics.shared_bytes = self.shared_memory.mapped_bytes
+
+    def _get_into(self, connection: Connection, frame: Frame) -> None:
+        if shm_calls.start_get_into(connection, frame.body, self._serving(connection), now_ns=self.now_ns):
+            self._engine_is_due = True
+
+    def _offer_from(self, connection: Connection, frame: Frame) -> None:
+        self._check_epoch(frame)
+        shm_calls.start_offer_from(
+            connection,
+            frame.body,
             self._serving(connection),
             refusal=self._put_refusal(connection),
             now_ns=self.now_ns,

@@ -328,4 +328,6 @@ def _share_of(spec: ReadSpec, part: _Part, namespace: NamespaceRef) -> ReadSpec:
         ranges = [ranges[item] for item in part.items]
     if content_ids is not None:
         content_ids = b"".join(content_ids[item * ID_BYTES : (item + 1) * ID_BYTES] for item in part.items)
-    return replace(spec, namespace=namespace, keys=b"".join(part.keys), ranges=ranges, content_ids=content_ids)
+    places = spec.places and [spec.places[item] for item in part.items]
+    keys = b"".join(part.keys)
+    return replace(spec, namespace=namespace, keys=keys, ranges=ranges, content_ids=content_ids, places=places)

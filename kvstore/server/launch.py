@@ -49,6 +49,7 @@ class WorkerLaunch:
         hosts: addresses to listen on.
         advertise: name or address to report in place of a wildcard host (0.0.0.0, ::); "" where there is none.
         data_port: port on each of them; 0 is any free one.
+        local_socket: path of the Unix socket for clients on this host; "" for none.
         cache_bytes, staging_bytes: of this worker; cache 0 is off.
         device: "auto", "uring" or "threads".
         queue_depth: operations in flight for each drive.
@@ -71,6 +72,7 @@ class WorkerLaunch:
     hosts: tuple[str, ...]
     advertise: str
     data_port: int
+    local_socket: str
     cache_bytes: int
     staging_bytes: int
     device: str

@@ -97,7 +97,11 @@ class Node:
         )
         self._http_edge = HttpEdge(self._fleet, access=self._access)
         self._workers = [
-            WorkerHandle(launch, on_change=self._worker_changed, tenants=self._access.book)
+            WorkerHandle(
+                with_socket(launch, settings, private_dir),
+                on_change=self._worker_changed,
+                tenants=self._access.book,
+            )
             for launch in plan_workers(settings, self._node_id, self._drives)
         ]
         self._reloads: set[asyncio.Task[None]] = set()
@@ -265,6 +269,13 @@ def plan_workers(settings: NodeSettings, node_id: str, drives: CheckedDrives) ->
     return [launch for launch in launches if launch.data_dirs]
 
 
+def with_socket(launch: WorkerLaunch, settings: NodeSettings, private_dir: str) -> WorkerLaunch:
+    """The worker with a Unix socket for clients on this host, unless only TCP is wanted."""
+    if settings.transport == "tcp":
+        return launch
+    return replace(launch, local_socket=str(Path(private_dir) / f"data-{launch.rail}.sock"))
+
+
 def _data_port(settings: NodeSettings, nth: int) -> int:
     """Where the nth worker of an address listens: the first on the data port, the others behind the node's last one."""
     if not nth or not settings.data_port:
@@ -289,6 +300,7 @@ def divide_workers(settings: NodeSettings, node_id: str) -> list[WorkerLaunch]:
             hosts=settings.host[rail::count] or (settings.host[rail % rails],),
             advertise=settings.advertise if any(map(is_wildcard, settings.host)) else "",
             data_port=_data_port(settings, rail // rails),
+            local_socket="",
             cache_bytes=settings.cache // count,
             staging_bytes=settings.staging // count,
             device=settings.device,

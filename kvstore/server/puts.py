@@ -119,7 +119,7 @@ class PutCall(Call):
     def pump(self) -> None:
         connection = self.connection
         if self._landings:
-            landings, self._landings = self._landings, []
+            landings, self._landings = connection.channel.share_of(self._landings, self.request_id)
             connection.session.send(FrameType.GRANT)
             connection.channel.fetch(landings, self.request_id, self, epoch=connection.epoch)
         is_complete = self._is_complete()

@@ -30,7 +30,9 @@ from kvstore.server.tenants import TenantBook
 from kvstore.server.worker_verbs import Moved, Started, WorkerVerbs
 from kvstore.telemetry.logs import LogFormat, LogLevel, configure
 from kvstore.telemetry.metrics import DataplaneMetrics
+from kvstore.transport.shm import host_id, listen_unix
 from kvstore.transport.tcp import address_of, listen_tcp
+from kvstore.wire.shared import LocalReply
 
 log = logging.getLogger("kvstore.server.worker")  # __name__ is __main__ here
 
@@ -59,7 +61,7 @@ class Worker:
         verbs.bind(self)
         self._plane = DataPlane(
             self._loop,
-            identity=Identity(node_id=launch.node_id, boot_id=self._started.boot_id),
+            identity=_identity(launch, self._started.boot_id),
             admission=admission or self._tokens or OpenAdmission(),
             admin=verbs,
             metrics=self._metrics,
@@ -185,6 +187,8 @@ class Worker:
             self._plane.serve(joined(drives))
             listening = [listen_tcp(host, self._launch.data_port) for host in self._launch.hosts]
             self._started.data = [self._reported(one) for one in listening]
+            if self._launch.local_socket:
+                listening.append(listen_unix(self._launch.local_socket))
             for one in listening:
                 self._plane.listen(one)
         except KVStoreError as error:
@@ -243,6 +247,14 @@ class Worker:
         for drive in self._started.drives:
             drive.engine.close(within_ns=left_ns + SECOND_NS)
         self._loop.close()
+
+
+def _identity(launch: WorkerLaunch, boot_id: bytes) -> Identity:
+    """Who this worker is, and where clients on this host find it."""
+    path = launch.local_socket
+    host = host_id() if path else ""
+    local = LocalReply(host=host, path=path) if host else LocalReply()
+    return Identity(node_id=launch.node_id, boot_id=boot_id, local=local)
 
 
 def die_with_parent() -> None:

@@ -231,6 +231,10 @@ class DataplaneMetrics:
     """What clients ask of a worker. Hits are counted on lookups only; what a get failed to load is counted apart."""
 
     connections: int = gauge("kvstore_connections", "Client connections open")
+    shared_connections: int = gauge(
+        "kvstore_connections_shared", "Of them those over a Unix socket, that can share memory"
+    )
+    shared_bytes: int = gauge("kvstore_shared_memory_bytes", "Memory of clients that is mapped here")
     accepted: int = counter("kvstore_connections_accepted", "Client connections accepted")
     rejected: int = counter("kvstore_connections_rejected", "Client connections refused over the bound")
     calls: list[int] = counter_by("kvstore_calls", "Calls by verb", label="verb", values=_VERBS)

@@ -94,5 +94,8 @@ class NodeChannel(Channel, Protocol):
     def fetch(self, landings: Sequence[Landing], request_id: int, events: FetchEvents, *, epoch: int = 0) -> None:
         """Grants puts: their payload is moved into the landings, which are written until `fetched` or `unfetch`."""
 
+    def share_of(self, landings: list[Landing], request_id: int) -> tuple[list[Landing], list[Landing]]:
+        """What to `fetch` in this turn of the connection, and what in its next ones."""
+
     def unfetch(self) -> None:
         """Forgets all landings: the call is over. Payload on its way is thrown away; no landing is written any more."""

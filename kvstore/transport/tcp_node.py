@@ -140,6 +140,10 @@ class TcpNodeChannel(TcpChannel):
         items = struct.pack(f"<{len(landings)}I", *(landing.item for landing in landings))
         self.writer.push_message(Grant(items=items), request_id, epoch=epoch)
 
+    def share_of(self, landings: list[Landing], request_id: int) -> tuple[list[Landing], list[Landing]]:
+        """All of them: they come when the client sends them."""
+        return landings, []
+
     def unfetch(self) -> None:
         """Forgets the landings; the rest of a frame that is being received into them is thrown away."""
         if self._events is not None:

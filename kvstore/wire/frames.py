@@ -26,7 +26,7 @@ from kvstore.wire.schema import Message
 from kvstore.wire.slices import FLAG_FINAL, Slice, decode_slices, encode_slices
 
 _SCRATCH_BYTES: Final = 64 * 1024
-_SLICED: Final = frozenset({FrameType.DATA, FrameType.WRITER_WRITE})
+_SLICED: Final = frozenset({FrameType.DATA, FrameType.WRITER_WRITE, FrameType.PLACED})
 _NO_SLICES: Final[list[Slice]] = []
 
 
@@ -37,7 +37,7 @@ class Frame:
         type, request_id, epoch: of the header.
         is_final: DATA that ends its call (slices.FLAG_FINAL).
         body: its bytes; decode it with the message class of its type.
-        slices: decoded body of DATA and WRITER_WRITE, else empty.
+        slices: decoded body of DATA, PLACED and WRITER_WRITE, else empty.
         payload_bytes: how much payload follows the body.
         payload: where the payload landed: what the sink gave.
     """
@@ -357,7 +357,9 @@ class FrameReader:
             if count & FLAG_FINAL and self._takes_final:
                 is_final = True
                 count ^= FLAG_FINAL
-            slices = decode_slices(body, count=count, payload_bytes=header.payload_bytes)
+            # the bytes of PLACED lie where they belong already
+            payload_bytes = None if header.type is FrameType.PLACED else header.payload_bytes
+            slices = decode_slices(body, count=count, payload_bytes=payload_bytes)
         frame = Frame(header, body, slices)
         frame.is_final = is_final
         if not header.payload_bytes:

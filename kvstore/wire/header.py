@@ -61,6 +61,13 @@ class FrameType(IntEnum):
     ADMIN = 27
     ADMIN_REPLY = 28
     ERROR = 29
+    REGION = 30
+    REGION_DROP = 31
+    GET_INTO = 32
+    PLACED = 33
+    OFFER_FROM = 34
+    LOCAL = 35
+    LOCAL_REPLY = 36
 
 
 PAYLOAD_TYPES: Final = frozenset({FrameType.DATA, FrameType.OFFER, FrameType.WRITER_WRITE})

@@ -68,6 +68,9 @@ class Feature(IntFlag):
     """A GET all of whose items are hits may end with its last DATA frame (slices.FLAG_FINAL) instead of END."""
     DATA_CRCS = 2
     """An OFFER may leave its CRC tables out: the words come with the slices of its DATA."""
+    SHARED_MEMORY = 4
+    """LOCAL is understood (wire/shared.py): there is a Unix socket for clients on the same host. Over that socket
+    REGION, GET_INTO and OFFER_FROM are too."""
 
 
 # --- the connection -------------------------------------------------------------------------------------------------

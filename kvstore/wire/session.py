@@ -46,6 +46,11 @@ REQUESTS: Final[dict[F, State]] = {
     F.DROP: State.ANSWER,
     F.PREFETCH: State.ANSWER,
     F.ADMIN: State.ANSWER,
+    F.LOCAL: State.ANSWER,
+    F.REGION: State.ANSWER,
+    F.REGION_DROP: State.ANSWER,
+    F.GET_INTO: State.READ,
+    F.OFFER_FROM: State.WRITE,
 }
 """Frames that begin a call, and the dialogue that they begin."""
 
@@ -66,6 +71,11 @@ ANSWERS: Final[dict[F, F]] = {
     F.DROP: F.END,
     F.PREFETCH: F.END,
     F.ADMIN: F.ADMIN_REPLY,
+    F.LOCAL: F.LOCAL_REPLY,
+    F.REGION: F.END,
+    F.REGION_DROP: F.END,
+    F.GET_INTO: F.END,
+    F.OFFER_FROM: F.END,
 }
 """The frame that ends each call well; ERROR may end any of them instead, END also a cancelled one."""
 
@@ -85,7 +95,7 @@ TO_CLIENT: Final[dict[State, dict[F, State]]] = {
     State.GREETING: {F.WELCOME: State.IDLE, F.ERROR: State.CLOSED},
     State.IDLE: {F.ERROR: State.CLOSED},
     State.ANSWER: {F.ERROR: State.IDLE},
-    State.READ: {F.DATA: State.READ, F.END: State.IDLE, F.ERROR: State.IDLE},
+    State.READ: {F.DATA: State.READ, F.PLACED: State.READ, F.END: State.IDLE, F.ERROR: State.IDLE},
     State.WRITE: {F.GRANT: State.WRITE, F.RESULT: State.WRITE, F.END: State.IDLE, F.ERROR: State.IDLE},
     State.CLOSED: {},
 }

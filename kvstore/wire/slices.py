@@ -84,13 +84,13 @@ def encode_fields(fields: Sequence[int | bytes], tables: Sequence[bytes]) -> byt
     return _many(len(tables)).pack(*fields) + b"".join(tables)
 
 
-def decode_slices(body: bytes | bytearray | memoryview, *, count: int, payload_bytes: int) -> list[Slice]:
+def decode_slices(body: bytes | bytearray | memoryview, *, count: int, payload_bytes: int | None) -> list[Slice]:
     """The slices of a frame, checked: their lengths sum to the payload, their CRC words fill the rest of the body.
 
     Args:
         body: of the frame.
         count: from the header's flags.
-        payload_bytes: from the header.
+        payload_bytes: from the header; None where the payload does not travel.
 
     Raises:
         InvalidRequest: Anything does not fit; the text names it.
@@ -104,6 +104,7 @@ def decode_slices(body: bytes | bytearray | memoryview, *, count: int, payload_b
         )
     raw = bytes(body)
     slices: list[Slice] = []
+    left = payload_bytes or 0
     for fields in _ONE.iter_unpack(memoryview(raw)[:at]):
         item, offset, length, status, flags, crc_count, content_id, record_bytes, block_bytes = fields
         end = at + crc_count * 4
@@ -121,10 +122,10 @@ def decode_slices(body: bytes | bytearray | memoryview, *, count: int, payload_b
         ):
             raise InvalidRequest(_defect(one, flags=flags, crc_count=crc_count))
         slices.append(one)
-        payload_bytes -= length
+        left -= length
         at = end
-    if payload_bytes:
-        raise InvalidRequest(f"DATA payload and the lengths of its {count} slices differ by {payload_bytes} bytes")
+    if left and payload_bytes is not None:
+        raise InvalidRequest(f"DATA payload and the lengths of its {count} slices differ by {left} bytes")
     if at != len(raw):
         raise InvalidRequest(f"DATA body of {len(raw)} bytes, its {count} slices with their CRC words need {at}")
     return slices

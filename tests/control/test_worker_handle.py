@@ -31,6 +31,7 @@ LAUNCH = WorkerLaunch(
     hosts=("127.0.0.1",),
     advertise="",
     data_port=0,
+    local_socket="",
     cache_bytes=0,
     staging_bytes=16 * MiB,
     device="auto",

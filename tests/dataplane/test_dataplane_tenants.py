@@ -27,6 +27,7 @@ from kvstore.wire.messages import (
     Drop,
     End,
     Feature,
+    Get,
     Manifest,
     Match,
     MatchReply,
@@ -43,6 +44,7 @@ from kvstore.wire.messages import (
     WriterOpened,
 )
 from kvstore.wire.schema import Message
+from kvstore.wire.shared import Place, encode_places, get_into
 from kvstore.wire.slices import NO_CONTENT_ID, Slice
 
 LAYOUT = KVLayout.opaque(chunk_bytes=2 * MiB, chunk_tokens=16)
@@ -60,7 +62,11 @@ TOKENS = {
 KEY = bytes([7]) * 32
 VALUE = os.urandom(5000)
 ABSENT = bytes([MissReason.ABSENT])
-FREE = {FrameType.HELLO, FrameType.PING, FrameType.VIEW, FrameType.CANCEL, FrameType.ADMIN}
+FREE = {FrameType.HELLO, FrameType.PING, FrameType.VIEW, FrameType.CANCEL, FrameType.ADMIN} | {
+    FrameType.LOCAL,
+    FrameType.REGION,
+    FrameType.REGION_DROP,
+}
 """Verbs that need no scope: they touch no chunk. ADMIN is refused to everybody but the supervisor."""
 
 
@@ -277,8 +283,17 @@ def test_payload_is_for_those_who_may_read(node: Guarded, token: bytes, features
         client.get(OURS.digest, [KEY])
 
 
+def test_nothing_is_written_into_the_memory_of_who_may_not_read(node: Guarded) -> None:
+    client = node.client(b"ours, to write to")
+    client.start(
+        get_into(Get(namespace=OURS.digest, keys=KEY, deadline_ns=SECOND_NS), encode_places([Place(1, 0, 4096)]))
+    )
+    with pytest.raises(Denied, match="GET_INTO needs scope read"):
+        client.receive()
+
+
 def test_every_verb_has_its_scope(node: Guarded) -> None:
-    answered_per_item = {FrameType.OFFER, FrameType.WRITER_OPEN}
+    answered_per_item = {FrameType.OFFER, FrameType.OFFER_FROM, FrameType.WRITER_OPEN}
     assert set(node.lab.plane.handlers) == set(SCOPE_OF) | FREE | answered_per_item
 
 

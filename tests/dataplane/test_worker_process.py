@@ -69,6 +69,7 @@ class WorkerProcess:
             "hosts": ("127.0.0.1",),
             "advertise": "",
             "data_port": 0,
+            "local_socket": "",
             "cache_bytes": 16 * MiB,
             "staging_bytes": 32 * MiB,
             "device": "threads",

@@ -1,0 +1,150 @@
+"""Which records of a call lie in memory that is shared with the node, on one connection; and telling the node of it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Final, Protocol
+
+from kvstore.errors import KVStoreError
+from kvstore.limits import PAGE_BYTES, PLACES_PER_CALL_MAX, REGIONS_PER_CONNECTION_MAX
+from kvstore.types.results import MissReason
+from kvstore.wire.messages import End, Feature
+from kvstore.wire.shared import Local, LocalReply, Place, Region, RegionDrop, encode_places
+from kvstore_client.shm import Allocation, SharedMemory, address_of
+from kvstore_client.shm_ways import LocalWay
+
+if TYPE_CHECKING:
+    from kvstore_client.connection import Connection
+
+_PLACED_BYTES_MIN: Final = 128 * 1024
+"""Of one call; less is as quick through the socket."""
+_OPEN: Final = -1
+_UNSURE: Final = frozenset({_OPEN, int(MissReason.DEADLINE)})
+"""How items end into whose place the node may still write; see GET_INTO."""
+
+
+class PlacedRecord(Protocol):
+    """A record of a read or write.
+
+    Attributes:
+        status: OPEN while it has not ended.
+    """
+
+    status: int
+
+    @property
+    def memory(self) -> memoryview | None:
+        """Its bytes in the caller's memory, if they lie in one piece."""
+
+
+class Places:
+    """Where the records of one request are: those at `items` have `blob`'s places."""
+
+    __slots__ = ("blob", "found", "items")
+
+    def __init__(self) -> None:
+        self.items: list[int] = []
+        self.found: list[memoryview] = []
+        self.blob = b""
+
+
+class ConnectionRegions:
+    """What the node on one connection knows of our memory."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._known: set[int] = set()
+        self._refused: set[int] = set()
+
+    def split(
+        self, connection: Connection, records: Sequence[PlacedRecord], chosen: Sequence[int]
+    ) -> Generator[int, None, tuple[Places, list[int]]]:
+        """Parts `chosen` into those of shared memory, at most PLACES_PER_CALL_MAX, and the rest.
+
+        Tells the node of memory that it does not know. What it refuses goes the other way from then on.
+        """
+        places, rest = Places(), []
+        if not self._memory.numbers and not self._known:
+            return places, list(chosen)
+        encoded: list[Place] = []
+        yield from self._drop_freed(connection)
+        for at in chosen:
+            view = records[at].memory
+            found = None if view is None or len(encoded) == PLACES_PER_CALL_MAX else self._find(view)
+            if found is not None and found[0].number not in self._known:
+                yield from self._share(connection, found[0])
+            if found is None or view is None or found[0].number not in self._known:
+                rest.append(at)
+                continue
+            one, offset = found
+            places.items.append(at)
+            places.found.append(view)
+            encoded.append(Place(one.number, offset, len(view)))
+        places.blob = encode_places(encoded)
+        return places, rest
+
+    def settle(self, places: Places, records: Sequence[PlacedRecord]) -> None:
+        """The request is over, as far as we wait: takes back the places into which the node may still write.
+
+        Args:
+            records: those of `places.items`, in order.
+        """
+        for record, view in zip(records, places.found, strict=True):
+            if record.status in _UNSURE:
+                self._memory.detach(address_of(view), len(view))
+
+    def _find(self, view: memoryview) -> tuple[Allocation, int] | None:
+        if view.readonly or not len(view) or len(view) % PAGE_BYTES:
+            return None
+        found = self._memory.find(address_of(view), len(view))
+        if found is None or found[1] % PAGE_BYTES:
+            return None
+        return None if found[0].number in self._refused else found
+
+    def _share(self, connection: Connection, one: Allocation) -> Generator[int, None, None]:
+        if len(self._known) >= REGIONS_PER_CONNECTION_MAX:
+            self._refused.add(one.number)
+            return
+        request = Region(region=one.number, length_bytes=one.length_bytes)
+        try:
+            yield from connection.ask_with_descriptor(request, End, one.fd)
+        except KVStoreError:
+            if not connection.is_idle:
+                raise
+            self._refused.add(one.number)  # it works without
+        else:
+            self._known.add(one.number)
+
+    def _drop_freed(self, connection: Connection) -> Generator[int, None, None]:
+        freed = self._known - self._memory.numbers
+        if freed:
+            self._known -= freed
+            blob = b"".join([number.to_bytes(4, "little") for number in freed])
+            yield from connection.ask(RegionDrop(regions=blob), End)
+
+
+def learn_way(connection: Connection, local: LocalWay) -> Generator[int, None, bool]:
+    """Asks the node on a new TCP connection for its socket; whether to try that."""
+    welcome = connection.welcome
+    if welcome is None or Feature.SHARED_MEMORY not in Feature(welcome.features):
+        local.learn(None)
+    else:
+        local.learn((yield from connection.ask(Local(), LocalReply)))
+    return bool(local.path)
+
+
+def lies_in_shared_memory(memory: SharedMemory, buffers: Sequence[object]) -> bool:
+    """Whether items lie in memory that a node can reach, and are so large that this pays; by the first of them."""
+    if not memory.numbers or not buffers:
+        return False
+    view = buffers[0]
+    if type(view) is not memoryview or view.readonly or not view.contiguous:
+        return False
+    length = view.nbytes
+    return len(buffers) * length >= _PLACED_BYTES_MIN and memory.find(address_of(view), length) is not None
+
+
+def send_with_descriptor(held: socket.socket, buffers: Sequence[bytes | memoryview], fd: int) -> int:
+    """Sends the first bytes of a frame and a descriptor with them; says how many."""
+    return socket.send_fds(held, buffers, [fd], socket.MSG_NOSIGNAL)

@@ -1,0 +1,105 @@
+"""How a client reaches a worker: by TCP, or on the same host by its Unix socket, where memory can be shared.
+
+The first connection is TCP. A worker with a socket says so with its features; the client asks where, and goes over
+when both run on one kernel, the path is there, and the process behind it is this user's or root's.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from enum import Enum
+from typing import Final
+
+from kvstore.errors import Unavailable
+from kvstore.transport.shm import host_id, is_trusted, peer_of
+from kvstore.wire.shared import LocalReply
+from kvstore_client.shm import SharedMemory
+
+
+class Transport(Enum):
+    """What the caller wants."""
+
+    AUTO = "auto"
+    TCP = "tcp"
+    SHM = "shm"
+
+
+TRANSPORT_VARIABLE: Final = "KVSTORE_CLIENT_TRANSPORT"
+"""Environment variable that says what `connect(transport=None)` means."""
+
+
+class LocalWay:
+    """The way to one worker, as far as it is known. Guarded like its `TargetLink`.
+
+    Attributes:
+        transport: wanted.
+        memory: what can be shared; None when nothing shall be.
+        path: of the Unix socket; "" while it is not known or of no use.
+        reason: why it is TCP, for people; "" when it is not, or not known yet.
+        is_known: whether a worker has been asked.
+    """
+
+    __slots__ = ("is_known", "memory", "path", "reason", "transport")
+
+    def __init__(self, transport: Transport, memory: SharedMemory) -> None:
+        self.transport = transport
+        self.memory = memory
+        self.path = ""
+        self.reason = "transport tcp is set" if transport is Transport.TCP else ""
+        self.is_known = transport is Transport.TCP
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether to ask a worker for its socket."""
+        return self.transport is not Transport.TCP
+
+    def learn(self, reply: LocalReply | None) -> None:
+        """What a worker said of its socket; None: it has none."""
+        self.is_known = True
+        self.path = ""
+        if reply is None or not reply.host:
+            self.reason = "the node has no socket for its own host (it was started with --transport tcp)"
+        elif reply.host != host_id():
+            self.reason = "the node runs on another host"
+        else:
+            self.path, self.reason = reply.path, ""
+
+    def connect(self) -> socket.socket | None:
+        """A connected socket; or None, without a path, or with `reason` said and the path forgotten."""
+        if not self.path:
+            return None
+        held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            held.connect(self.path)  # of a Unix socket: at once, or not now (EAGAIN: its backlog is full)
+            peer = peer_of(held)
+        except OSError as error:
+            held.close()
+            self.reason = f"its socket {self.path} cannot be reached: {error.strerror or error}"
+            self.path = ""
+            return None
+        if not is_trusted(peer) and peer.uid != _owner(self.path):
+            held.close()
+            self.reason = f"its socket {self.path} is served by user {peer.uid}, we are {os.geteuid()}"
+            self.path = ""
+            return None
+        held.setblocking(True)
+        return held
+
+    def words(self) -> str:
+        """For people: "shm", or "tcp" and why."""
+        return "shm" if self.path else f"tcp: {self.reason}"
+
+    def check(self, give_up: Callable[[], None]) -> None:
+        """After `give_up` raises Unavailable, when shared memory was asked for by name and cannot be."""
+        if self.transport is Transport.SHM and not self.path:
+            give_up()
+            raise Unavailable(f"transport shm cannot be used: {self.reason}; use auto to fall back to TCP")
+
+
+def _owner(path: str) -> int:
+    try:
+        return os.stat(path).st_uid
+    except OSError:
+        return -1

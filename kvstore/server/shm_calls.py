@@ -1,0 +1,100 @@
+"""Requests of clients that share memory with us: REGION, GET_INTO, OFFER_FROM. See docs/protocol.md, "Shared memory".
+
+They are a read and a put like any other; the channel moves their payload by itself, and the engine reads from the drive
+straight into the client's memory where it can.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.engine.api import Engine, ReadSpec
+from kvstore.errors import InvalidRequest
+from kvstore.limits import DIGEST_BYTES
+from kvstore.server.batch import unpack_u32
+from kvstore.server.puts import start_offer
+from kvstore.server.shm_reads import PlaceCall
+from kvstore.telemetry.metrics import Verb
+from kvstore.transport.shm_node import ShmNodeChannel
+from kvstore.types.results import MissReason, Refused
+from kvstore.wire.messages import End, Feature
+from kvstore.wire.shared import GetInto, LocalReply, OfferFrom, Region, RegionDrop, decode_places
+
+if TYPE_CHECKING:
+    from kvstore.server.connection import Connection
+
+_ABSENT = bytes([MissReason.ABSENT])
+
+
+def features_of(connection: Connection, features: Feature, local: LocalReply) -> Feature:
+    """What can be agreed on over this connection. Raises Denied when the peer is not one to share memory with."""
+    channel = connection.channel
+    if isinstance(channel, ShmNodeChannel):
+        channel.check_peer()
+        return features | Feature.SHARED_MEMORY
+    return features | Feature.SHARED_MEMORY if local.host else features
+
+
+def add_region(connection: Connection, body: bytes | bytearray) -> None:
+    """REGION."""
+    _shared(connection).add_region(Region.decode(body))
+    connection.answer(End())
+
+
+def drop_regions(connection: Connection, body: bytes | bytearray) -> None:
+    """REGION_DROP."""
+    _shared(connection).drop_regions(unpack_u32(RegionDrop.decode(body).regions))
+    connection.answer(End())
+
+
+def start_get_into(connection: Connection, body: bytes | bytearray, engine: Engine, *, now_ns: int) -> bool:
+    """Begins a GET_INTO; True when the engine has something left to do. Raises InvalidRequest."""
+    channel = _shared(connection)
+    get = GetInto.decode(body)
+    metrics = connection.metrics
+    metrics.calls[Verb.GET] += 1
+    count = len(get.keys) // DIGEST_BYTES
+    places = channel.place_into(decode_places(get.places), connection.session.request_id)
+    namespace = engine.namespace(get.namespace)
+    deadline_ns = now_ns + get.deadline_ns
+    call = PlaceCall(connection, channel, count=count, now_ns=now_ns, deadline_ns=deadline_ns)
+    connection.call = call
+    if namespace is None:
+        metrics.misses[MissReason.ABSENT] += count
+        metrics.failed_records += count
+        call.finish(End(statuses=_ABSENT * count))
+        return False
+    spec = ReadSpec(
+        namespace=namespace,
+        keys=get.keys,
+        flow=connection.flow,
+        deadline_ns=deadline_ns,
+        content_ids=get.content_ids or None,
+        accept_pending=get.accept_pending,
+        verify=get.verify,
+        places=None if get.verify else places,
+    )
+    return not call.start(engine, spec, now_ns)
+
+
+def start_offer_from(
+    connection: Connection, body: bytes | bytearray, engine: Engine, *, refusal: Refused | None, now_ns: int
+) -> None:
+    """Begins an OFFER_FROM; with `refusal` every item ends so. Raises InvalidRequest."""
+    channel = _shared(connection)
+    offer = OfferFrom.decode(body)
+    places = decode_places(offer.places)
+    for item, (length_bytes, place) in enumerate(zip(unpack_u32(offer.lengths), places, strict=True)):
+        if length_bytes != place.length_bytes:
+            raise InvalidRequest(
+                f"item {item} of OFFER_FROM has {length_bytes} bytes, its place {place.length_bytes}: make them equal"
+            )
+    channel.take_from(places, connection.session.request_id)
+    start_offer(connection, offer, (), engine, refusal=refusal, now_ns=now_ns)
+
+
+def _shared(connection: Connection) -> ShmNodeChannel:
+    channel = connection.channel
+    if not isinstance(channel, ShmNodeChannel) or not connection.shares_memory:
+        raise InvalidRequest("shared memory was not agreed on over this connection: see Feature.SHARED_MEMORY")
+    return channel

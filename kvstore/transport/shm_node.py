@@ -1,0 +1,230 @@
+"""The node's end of a Unix socket: payload goes to and comes from the client's shared memory where the client names it.
+
+For calls that name no places it is a stream like any other. Descriptors that come with a frame are kept until their
+REGION claims them, in order.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvstore.errors import Denied, InvalidRequest
+from kvstore.limits import REGION_DESCRIPTORS_WAITING_MAX
+from kvstore.transport.base import FetchEvents, Landing
+from kvstore.transport.shm import is_trusted, peer_of
+from kvstore.transport.shm_regions import MappedMemory, Regions
+from kvstore.transport.tcp_node import OtherPayload, TcpNodeChannel
+from kvstore.wire.body import MemoryBudget
+from kvstore.wire.header import FrameType
+from kvstore.wire.shared import Place, Region
+from kvstore.wire.slices import Slice
+
+_FD_BYTES: Final = array.array("i").itemsize
+_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(REGION_DESCRIPTORS_WAITING_MAX * _FD_BYTES)
+_COPY_BYTES: Final = 1 << 20  # of a put, in one turn of its connection
+
+
+class DescriptorSocket(socket.socket):
+    """A Unix socket that keeps the descriptors which come with its bytes.
+
+    Attributes:
+        descriptors: received and not claimed yet, ours to close.
+        lost: more came than fit: they are gone, and what was to come with them is not what it says.
+    """
+
+    descriptors: deque[int]
+    lost: bool
+
+    @classmethod
+    def adopt(cls, connected: socket.socket) -> DescriptorSocket:
+        """Takes over a socket."""
+        made = cls(fileno=connected.detach())
+        made.descriptors = deque()
+        made.lost = False
+        return made
+
+    def recv_into(self, buffer: memoryview, *_: int) -> int:  # type: ignore[override]
+        """Receives once."""
+        return self._receive([buffer])
+
+    def recvmsg_into(self, buffers: Sequence[memoryview], *_: int) -> tuple[int]:  # type: ignore[override]
+        """Receives once; only the count is told."""
+        return (self._receive(buffers),)
+
+    def _receive(self, buffers: Sequence[memoryview]) -> int:
+        count, ancillary, flags, _ = super().recvmsg_into(buffers, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+        if ancillary or flags & socket.MSG_CTRUNC:
+            self._keep(ancillary, flags)
+        return count
+
+    def _keep(self, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> None:
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                found = array.array("i")
+                found.frombytes(data[: len(data) - len(data) % _FD_BYTES])
+                self.descriptors.extend(found)
+        if flags & socket.MSG_CTRUNC or len(self.descriptors) > REGION_DESCRIPTORS_WAITING_MAX:
+            self.lost = True
+            self.drop_descriptors()
+
+    def drop_descriptors(self) -> None:
+        """Closes what nobody has claimed."""
+        while self.descriptors:
+            os.close(self.descriptors.popleft())
+
+
+class ShmNodeChannel(TcpNodeChannel):
+    """See `kvstore.transport.base.NodeChannel`; the client is on this host."""
+
+    __slots__ = ("_descriptors", "_places", "_places_id", "_regions", "_taken_from", "_taken_id")
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        other: OtherPayload,
+        *,
+        body_bytes_max: int,
+        memory: MappedMemory,
+        budget: MemoryBudget | None = None,
+    ) -> None:
+        """
+        Args:
+            connected: The accepted Unix socket.
+            memory: What may be mapped for clients.
+        """
+        self._descriptors = DescriptorSocket.adopt(connected)
+        super().__init__(self._descriptors, other, body_bytes_max=body_bytes_max, budget=budget)
+        self._regions = Regions(memory, peer_of(self._descriptors))
+        self._places: Sequence[memoryview] = ()  # of the last GET_INTO
+        self._places_id = -1  # its request id
+        self._taken_from: Sequence[memoryview] = ()  # of the last OFFER_FROM
+        self._taken_id = -1
+
+    def check_peer(self) -> None:
+        """Raises Denied when the client's process is not one to share memory with."""
+        peer = peer_of(self._descriptors)
+        if not is_trusted(peer):
+            raise Denied(
+                f"process {peer.pid} of user {peer.uid} may not share memory with this node, which is user "
+                f"{os.geteuid()}'s: use TCP, or the same user"
+            )
+
+    # --- regions ----------------------------------------------------------------------------------------------------
+    def add_region(self, request: Region) -> None:
+        """Carries out REGION. Raises InvalidRequest or Overloaded; the region is not there then."""
+        descriptors = self._descriptors.descriptors
+        if self._descriptors.lost:
+            raise InvalidRequest(
+                f"more than {REGION_DESCRIPTORS_WAITING_MAX} descriptors were sent before their REGION; send one each"
+            )
+        if not descriptors:
+            raise InvalidRequest("REGION came without a descriptor: send one with the frame (SCM_RIGHTS)")
+        self._regions.add(request.region, descriptors.popleft(), request.length_bytes)
+
+    def drop_regions(self, regions: Sequence[int]) -> None:
+        """Carries out REGION_DROP."""
+        self._forget_places()
+        for region in regions:
+            self._regions.drop(region)
+
+    def place_into(self, places: Sequence[Place], request_id: int) -> Sequence[memoryview]:
+        """What is delivered for this request goes into these places, one for each item. Raises InvalidRequest."""
+        self._places = views = [self._regions.view(place) for place in places]
+        self._places_id = request_id
+        return views
+
+    def take_from(self, places: Sequence[Place], request_id: int) -> None:
+        """What this request puts is fetched from these places, one for each item. Raises InvalidRequest."""
+        self._taken_from = [self._regions.view(place) for place in places]
+        self._taken_id = request_id
+
+    def _forget_places(self) -> None:
+        self._places = self._taken_from = ()
+        self._places_id = self._taken_id = -1
+
+    # --- NodeChannel ------------------------------------------------------------------------------------------------
+    def deliver(
+        self,
+        slices: Sequence[Slice],
+        payload: Sequence[memoryview],
+        request_id: int,
+        *,
+        payload_bytes: int,
+        epoch: int = 0,
+        on_sent: Callable[[], None],
+    ) -> None:
+        """Copies what does not lie in its place yet, then queues one PLACED frame."""
+        if request_id != self._places_id:
+            super().deliver(slices, payload, request_id, payload_bytes=payload_bytes, epoch=epoch, on_sent=on_sent)
+            return
+        places = self._places
+        pieces = iter(payload)
+        for one in slices:
+            if not one.length_bytes:
+                continue
+            piece, place = next(pieces), places[one.item]
+            # a record that has no room is told and not written: the client knows what it has room for
+            if piece.obj is not place.obj and one.record_bytes <= len(place):
+                place[one.offset : one.offset + one.length_bytes] = piece
+        self.writer.push_slices(slices, (), request_id, payload_bytes=0, frame_type=FrameType.PLACED, epoch=epoch)
+        on_sent()
+
+    def fetch(self, landings: Sequence[Landing], request_id: int, events: FetchEvents, *, epoch: int = 0) -> None:
+        """Copies the payload out of the places that the client named; else as over TCP.
+
+        What is checked and stored are the copies: the client may change its memory at any time.
+        """
+        if request_id != self._taken_id:
+            super().fetch(landings, request_id, events, epoch=epoch)
+            return
+        for landing in landings:
+            if request_id != self._taken_id:
+                return  # what an item before this one led to has ended the call
+            landing.buffer[:] = self._taken_from[landing.item]
+            events.fetched(landing.item)
+
+    def unfetch(self) -> None:
+        """The call is over: its places are not read any more."""
+        self._taken_id = -1
+        super().unfetch()
+
+    def share_of(self, landings: list[Landing], request_id: int) -> tuple[list[Landing], list[Landing]]:
+        """See `NodeChannel`: copying all at once would keep others waiting."""
+        if request_id != self._taken_id:
+            return landings, []
+        total = 0
+        for at, landing in enumerate(landings):
+            if total and total + len(landing.buffer) > _COPY_BYTES:
+                return landings[:at], landings[at:]
+            total += len(landing.buffer)
+        return landings, []
+
+    def close(self) -> None:
+        """Closes the socket and lets go of the client's memory. Idempotent."""
+        super().close()
+        self._descriptors.drop_descriptors()
+        self._forget_places()
+        self._regions.close()
+
+
+def node_channel(
+    connected: socket.socket,
+    other: OtherPayload,
+    *,
+    body_bytes_max: int,
+    budget: MemoryBudget | None,
+    memory: MappedMemory | None,
+) -> TcpNodeChannel:
+    """The channel of an accepted socket.
+
+    Args:
+        memory: What may be mapped for clients; None for a socket over which no memory is shared.
+    """
+    if connected.family == socket.AF_UNIX and memory is not None:
+        return ShmNodeChannel(connected, other, body_bytes_max=body_bytes_max, budget=budget, memory=memory)
+    return TcpNodeChannel(connected, other, body_bytes_max=body_bytes_max, budget=budget)
