@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Iterator, Sequence
@@ -33,11 +34,6 @@ _RECEIVER_NOT_READY_TIMER: Final = 12  # 0.64 ms (InfiniBand specification 1.4, 
 _RETRY_FOREVER: Final = 7  # a receiver that is not ready is asked again without end
 
 
-_open: Final[dict[int, object]] = {}
-"""What devices that were not closed stand on. The garbage collector frees cycles in any order, and the library would
-then free queue pairs and regions of a context that is gone (a crash, seen): better it never goes."""
-
-
 class IbverbsVerbs:
     """See `verbs.Verbs`."""
 
@@ -66,7 +62,8 @@ class IbverbsDevice:
         with _failures("alloc_pd", name):
             self._domain = context.alloc_pd()
             found = context.query_device()
-        _open[id(self)] = (context, self._domain)
+        _make_immortal(context)
+        _make_immortal(self._domain)
         self.limits = DeviceLimits(
             region_bytes_max=found.max_mr_size,
             regions_max=found.max_mr,
@@ -128,7 +125,6 @@ class IbverbsDevice:
         with _failures("close_device", self.name):
             self._domain.close()
             self._context.close()
-        _open.pop(id(self), None)
 
 
 class IbverbsRegion:
@@ -267,6 +263,15 @@ class IbverbsPair:
         """See `QueuePair.close`."""
         with _failures("destroy_qp", f"queue pair {self.number}"):
             self._pair.close()
+
+
+def _make_immortal(thing: object) -> None:
+    """Never frees it: two small objects for each device that a process opens, closed or not.
+
+    Whoever forgets to close a device, or fails to, leaves it to the garbage collector or the interpreter's end, which
+    free in any order; the library then deregisters memory of a context that is gone, and crashes (seen).
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 class _Nowhere:
