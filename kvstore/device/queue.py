@@ -1,7 +1,9 @@
 """The dispatch queue: the one place of a drive where it is decided which operation goes next.
 
-Operations wait in one FIFO per flow class; at most `depth` are on the drive. Counts, latency and health are kept here,
-because every operation of the drive passes by.
+Operations wait in one FIFO per flow class; at most `depth` of them, and a bound of bytes, are on the drive. An idle one
+gets a little first and more with each completion: the first bytes are then on their way to who asked while the next are
+read, even where a drive (or the host of a virtual one) tells of all it was given at once. Counts, latency and health
+are kept here, because every operation of the drive passes by.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from typing import Final, Protocol
 from kvstore.device.base import Device, IoKind, IoOp
 from kvstore.device.health import DriveHealth, HealthMonitor, Transition
 from kvstore.errors import InvalidRequest, Overloaded
-from kvstore.limits import QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX, QUEUED_OPS_MAX
+from kvstore.limits import (
+    DRIVE_BYTES_AT_FIRST,
+    DRIVE_BYTES_IN_FLIGHT_MAX,
+    QUEUE_DEPTH_DEFAULT,
+    QUEUE_DEPTH_MAX,
+    QUEUED_OPS_MAX,
+)
 from kvstore.telemetry.metrics import DeviceFault, DeviceMetrics
 from kvstore.types.flow import FlowClass
 
@@ -63,7 +71,8 @@ class DispatchQueue:
 
     Args:
         device: the drive; the queue does not own it.
-        depth: operations on the drive at one time.
+        depth: operations on the drive at one time. The bytes of all but the last of them stay below
+            DRIVE_BYTES_IN_FLIGHT_MAX, and below DRIVE_BYTES_AT_FIRST until one has completed.
         policy: order between classes.
         metrics: where counts go.
         health: judge of the drive's errors.
@@ -88,6 +97,7 @@ class DispatchQueue:
         self.in_flight = 0
         self.in_flight_bytes = 0
         self.queued = 0
+        self._bytes_max = DRIVE_BYTES_AT_FIRST
         self.started_by_flow = [0] * len(FLOWS)
         self.in_flight_by_flow = [0] * len(FLOWS)
         self._queues: list[deque[IoOp]] = [deque() for _ in FLOWS]
@@ -113,21 +123,31 @@ class DispatchQueue:
 
     def start(self, now_ns: int | None = None) -> None:
         """Send waiting operations to the drive as far as the depth allows, in one batch."""
-        room = self.depth - self.in_flight
-        if room <= 0 or not self.queued:
+        room = min(self.depth - self.in_flight, self.queued)
+        bytes_room = bytes_left = self._bytes_max - self.in_flight_bytes
+        if room <= 0 or bytes_room <= 0:
             return
         if now_ns is None:
             now_ns = time.monotonic_ns()
-        batch = self._take_all() if self.queued <= room else self._take(room)
-        bytes_started = 0
+        queues = self._queues
+        waiting = [flow for flow in FLOWS if queues[flow]]
+        pick = self.policy.pick if len(waiting) > 1 else None
+        flow = waiting[0]
+        batch: list[IoOp] = []
         started, in_flight = self.started_by_flow, self.in_flight_by_flow
-        for op in batch:
+        while room and bytes_left > 0:
+            if pick is not None:
+                flow = pick(queues)
+            op = queues[flow].popleft()
             op.submitted_ns = now_ns
-            bytes_started += op.length_bytes
-            started[op.flow] += 1
-            in_flight[op.flow] += 1
+            bytes_left -= op.length_bytes
+            started[flow] += 1
+            in_flight[flow] += 1
+            batch.append(op)
+            room -= 1
+        self.queued -= len(batch)
         self.in_flight += len(batch)
-        self.in_flight_bytes += bytes_started
+        self.in_flight_bytes += bytes_room - bytes_left
         self.device.submit(batch)
 
     def _take_all(self) -> list[IoOp]:
@@ -139,11 +159,6 @@ class DispatchQueue:
         self.queued = 0
         return batch
 
-    def _take(self, count: int) -> list[IoOp]:
-        pick, queues = self.policy.pick, self._queues
-        self.queued -= count
-        return [queues[pick(queues)].popleft() for _ in range(count)]
-
     def pump(self, now_ns: int | None = None) -> list[IoOp]:
         """Collect completions, start more; returns what completed, with `error` and `done_bytes` set. Never blocks."""
         if now_ns is None:
@@ -151,39 +166,56 @@ class DispatchQueue:
         done = self.device.poll()
         if done:
             self._account(done, now_ns)
+            self._bytes_max = min(2 * self._bytes_max, DRIVE_BYTES_IN_FLIGHT_MAX)
         if self.queued:
             self.start(now_ns)
+        elif not self.in_flight:
+            self._bytes_max = DRIVE_BYTES_AT_FIRST
         return done
 
     def _account(self, done: Sequence[IoOp], now_ns: int) -> None:
-        metrics, in_flight = self.metrics, self.in_flight_by_flow
-        flow_bytes = metrics.flow_bytes
-        bytes_done = 0
-        succeeded = False
+        """Count what completed; operations that went to the drive together and came back together, at once."""
+        in_flight = self.in_flight_by_flow
+        bytes_done = failed = 0
+        first = done[0]
+        kind, flow, submitted_ns = first.kind, first.flow, first.submitted_ns
+        count = moved = 0
         for op in done:
             bytes_done += op.length_bytes
-            in_flight[op.flow] -= 1
             if op.error is not None:
+                failed += 1
+                in_flight[op.flow] -= 1
                 self._count_error(op.error, now_ns)
                 continue
-            succeeded = True
-            moved, took_ns = op.done_bytes, now_ns - op.submitted_ns
-            flow_bytes[op.flow] += moved
-            if op.kind is _READ:
-                metrics.reads += 1
-                metrics.read_bytes += moved
-                metrics.read_ns.observe(took_ns)
-            elif op.kind is _WRITE:
-                metrics.writes += 1
-                metrics.written_bytes += moved
-                metrics.write_ns.observe(took_ns)
-            else:
-                metrics.syncs += 1
-                metrics.sync_ns.observe(took_ns)
+            if op.kind is not kind or op.flow is not flow or op.submitted_ns != submitted_ns:
+                if count:
+                    self._count_done(kind, flow, count, moved, now_ns - submitted_ns)
+                kind, flow, submitted_ns = op.kind, op.flow, op.submitted_ns
+                count = moved = 0
+            count += 1
+            moved += op.done_bytes
+        if count:
+            self._count_done(kind, flow, count, moved, now_ns - submitted_ns)
         self.in_flight -= len(done)
         self.in_flight_bytes -= bytes_done
-        if succeeded:
+        if failed < len(done):
             self._note(self.health.note_success(now_ns))
+
+    def _count_done(self, kind: IoKind, flow: FlowClass, count: int, moved_bytes: int, took_ns: int) -> None:
+        metrics = self.metrics
+        self.in_flight_by_flow[flow] -= count
+        metrics.flow_bytes[flow] += moved_bytes
+        if kind is _READ:
+            metrics.reads += count
+            metrics.read_bytes += moved_bytes
+            metrics.read_ns.observe(took_ns, count)
+        elif kind is _WRITE:
+            metrics.writes += count
+            metrics.written_bytes += moved_bytes
+            metrics.write_ns.observe(took_ns, count)
+        else:
+            metrics.syncs += count
+            metrics.sync_ns.observe(took_ns, count)
 
     def _count_error(self, error: OSError, now_ns: int) -> None:
         if error.errno == errno.ENOSPC:

@@ -59,10 +59,10 @@ class Histogram:
         self.counts = [0] * (len(LATENCY_BOUNDS_NS) + 1)
         self.total_ns = 0
 
-    def observe(self, duration_ns: int) -> None:
-        """Count one duration; a bound belongs to the bucket below it, as Prometheus' `le` says."""
-        self.counts[bisect_left(LATENCY_BOUNDS_NS, duration_ns)] += 1
-        self.total_ns += duration_ns
+    def observe(self, duration_ns: int, count: int = 1) -> None:
+        """Count a duration, `count` times; a bound belongs to the bucket below it, as Prometheus' `le` says."""
+        self.counts[bisect_left(LATENCY_BOUNDS_NS, duration_ns)] += count
+        self.total_ns += duration_ns * count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

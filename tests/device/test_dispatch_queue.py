@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import limits
+from kvstore.device import queue as dispatch
 from kvstore.device.base import IoKind, IoOp
 from kvstore.device.health import DriveHealth, HealthMonitor
 from kvstore.device.memory import MemoryDevice
@@ -51,6 +52,73 @@ def test_the_depth_is_a_cap_and_order_is_kept(drive: FaultyDevice) -> None:
     assert (queue.queued, queue.in_flight, queue.in_flight_bytes) == (0, 0, 0)
     assert queue.started_by_flow[FlowClass.BACKGROUND] == 10
     assert queue.in_flight_by_flow == [0] * len(FLOWS)
+
+
+def test_an_idle_drive_gets_little_first_and_more_with_each_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "DRIVE_BYTES_AT_FIRST", 2 * PAGE)
+    monkeypatch.setattr(dispatch, "DRIVE_BYTES_IN_FLIGHT_MAX", 5 * PAGE)
+    device = FaultyDevice(MemoryDevice(size_bytes=MIB))
+    queue = DispatchQueue(device, 100)
+    device.hold()
+    for op in reads(20):
+        queue.submit(op)
+    queue.start()
+    assert queue.in_flight == 2
+    device.release(2)
+    queue.pump()
+    assert queue.in_flight == 4
+    device.release(1)
+    queue.pump()
+    assert queue.in_flight == 5, "the bound"
+    device.release()
+    while queue.queued or queue.in_flight:
+        queue.pump()
+    device.hold()
+    for op in reads(20):
+        queue.submit(op)
+    queue.start()
+    assert queue.in_flight == 2, "it was idle"
+    device.release()
+    while queue.queued or queue.in_flight:
+        queue.pump()
+    device.close()
+
+
+def test_an_operation_above_the_bound_of_bytes_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "DRIVE_BYTES_AT_FIRST", PAGE)
+    monkeypatch.setattr(dispatch, "DRIVE_BYTES_IN_FLIGHT_MAX", PAGE)
+    device = FaultyDevice(MemoryDevice(size_bytes=MIB))
+    queue = DispatchQueue(device, 100)
+    device.hold()
+    for at in range(3):
+        queue.submit(IoOp(IoKind.READ, at * 8 * PAGE, [aligned(8 * PAGE)], owner=at))
+    for at in range(3):
+        queue.start()
+        assert queue.in_flight == 1
+        device.release(1)
+        assert [op.owner for op in queue.pump()] == [at]
+    assert queue.in_flight_bytes == 0
+    device.close()
+
+
+def test_what_comes_back_together_is_counted_one_by_one(drive: FaultyDevice) -> None:
+    queue = DispatchQueue(drive, 100)
+    mixed = reads(3) + reads(2, FlowClass.DECODE_READ)
+    mixed.insert(2, IoOp(IoKind.WRITE, 0, [aligned(PAGE)]))
+    mixed.insert(4, IoOp(IoKind.SYNC, 0, []))
+    drive.inject(Fault(action=FaultAction.ERROR, kind=IoKind.READ, skip=1, times=1, errno_code=errno.EIO))
+    for op in mixed:
+        queue.submit(op)
+    while queue.queued or queue.in_flight:
+        queue.pump()
+    metrics = queue.metrics
+    assert (metrics.reads, metrics.writes, metrics.syncs) == (4, 1, 1)
+    assert (metrics.read_bytes, metrics.written_bytes) == (4 * PAGE, PAGE)
+    assert sum(metrics.read_ns.counts) == 4
+    assert metrics.errors[DeviceFault.EIO] == 1
+    assert sum(metrics.flow_bytes) == 5 * PAGE
+    assert queue.in_flight_by_flow == [0] * len(FLOWS)
+    assert queue.in_flight_bytes == 0
 
 
 def test_classes_take_turns(drive: FaultyDevice) -> None:
