@@ -22,7 +22,6 @@ from kvstore.engine.location import (
     U32,
     U64,
     Bools,
-    location_page_counts,
     location_pages,
     location_segment,
     location_segments,
@@ -276,16 +275,17 @@ class Ledger:
         """Forget all that the index still has in a segment whose own index is damaged: a walk over the whole index.
 
         Returns:
-            Records and bytes.
+            Records that were valid until now, and their bytes. What a dropped namespace left goes too, uncounted.
         """
-        index = self.catalog.index
+        index, scores = self.catalog.index, self.catalog.scores
+        lost = int(scores.live_records[segment]), int(scores.live_pages[segment]) * PAGE_BYTES
         slots = index.taken_slots()
         slots = slots[location_segments(index.locations[slots]) == segment]
         keys, locations = index.keys_at(slots), index.locations[slots].copy()
         self.catalog.evict(keys, locations, self.tick)
         self._uncount_all(segment)
         self.watcher.removed(keys, locations)
-        return len(slots), int(location_page_counts(locations).sum()) * PAGE_BYTES
+        return lost
 
     def live_spaces(self, spaces: U64) -> Bools:
         """Which of these namespace keys are of a namespace's present generation."""
@@ -297,10 +297,10 @@ class Ledger:
         """A segment was erased on the drive: nothing in it can come back, so its tombstones are not needed."""
         self.tombstone_bytes -= sum(map(len, self._tombstones.pop(segment, ())))
         self._uncount_all(segment)
-        self.catalog.scores.reset(segment)
 
     def _uncount_all(self, segment: int) -> None:
         """Nothing in a segment is alive any more."""
+        self.catalog.scores.reset(segment)
         for count in self.table.live[segment].values():
             count.leave()
         self.table.live[segment] = {}

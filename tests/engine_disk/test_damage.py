@@ -142,13 +142,19 @@ def test_a_bad_index_block_costs_only_its_own_records() -> None:
     again.check_accounts()
 
 
-def test_what_a_damaged_index_hides_is_not_counted_once_it_is_evicted() -> None:
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_what_a_damaged_index_hides_is_not_counted_once_it_is_evicted(is_dropped: bool) -> None:
     device = FaultyDevice(MemoryDevice(size_bytes=12 * MiB))
     rig = StoreRig(device, segment_bytes=2 * MiB)
     ref = rig.namespace()
-    results = [rig.begin_put(ref, key_of(n), b"x" * n) for n in range(600)]
+    other = rig.namespace("other")
+    results = [rig.begin_put((ref, other)[n % 2], key_of(n), b"x" * n) for n in range(600)]
     rig.settle(lambda: all(result.outcome is not None for result in results))
+    if is_dropped:  # its records stay in the index, uncounted, until their segment goes
+        rig.ledger.drop_namespace(other, lambda error: None)
+        rig.settle()
     segment = sealed_segment(rig)
+    live, records = rig.ledger.live_bytes, int(rig.catalog.scores.live_records[segment])
     end = rig.store.table.offset(segment + 1)
     footer = decode_segment_footer(BlockingIo(device).read(end - PAGE_BYTES, PAGE_BYTES))
     assert footer is not None
@@ -159,6 +165,8 @@ def test_what_a_damaged_index_hides_is_not_counted_once_it_is_evicted() -> None:
         rig.poll()
     assert rig.store.table.state[segment] == SegmentState.EVICTING
     rig.check_accounts()
+    assert rig.ledger.live_bytes == live - rig.store.metrics.evicted_bytes
+    assert rig.store.metrics.evicted_records == records > 0
     rig.store.table.release(segment)
     rig.settle(lambda: not rig.store.reclaimer.running)
     assert rig.store.table.state[segment] == SegmentState.FREE
