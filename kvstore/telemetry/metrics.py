@@ -154,7 +154,8 @@ class EngineMetrics:
     stored_bytes: int = counter("kvstore_stored_bytes", "Payload bytes of records made durable")
     exists_records: int = counter("kvstore_exists_records", "Puts of records that were there already")
     differing_records: int = counter(
-        "kvstore_differing_records", "Puts whose bytes differ from those stored under the key"
+        "kvstore_differing_records",
+        "Puts seen to differ from what is stored under the key: in length, or by the CRC table of their offer",
     )
     refusals: list[int] = counter_by("kvstore_refused_records", "Puts refused", label="reason", values=_REFUSALS)
     orphan_puts: int = counter("kvstore_orphan_puts", "Unfinished puts whose owner died or ran out of time")
