@@ -55,12 +55,15 @@ class NodeFile:
 def replace_file(path: Path, content: bytes) -> None:
     """Make `path` hold `content`: a reader sees the old file or the new one, also after a power cut.
 
+    For one process at a time: what an earlier one left when it was killed is written over. In a container that one had
+    the same process id.
+
     Raises:
         OSError: as the file system says; `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("xb") as file:
+        with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,16 @@ def test_a_store_that_cannot_be_written_keeps_the_old_value(tmp_path: Path) -> N
     with pytest.raises(Unavailable, match="cannot be written"):
         store.put("node/id", "n")
     assert store.get("node/id") is None
+
+
+def test_what_a_killed_process_of_our_number_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    path = tmp_path / "node.json"
+    half = tmp_path / f".node.json.{os.getpid()}"  # a container's processes have the same numbers at each start
+    half.write_bytes(b"the beginning of something longer")
+    store = NodeFile(path)
+    store.put("node/id", "n")
+    assert NodeFile(path).get("node/id") == "n"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["node.json"]
 
 
 def test_a_replaced_file_is_whole_or_unchanged(tmp_path: Path) -> None:
