@@ -13,7 +13,9 @@ import mmap
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Final
 
@@ -41,7 +43,7 @@ class Allocation:
     Attributes:
         number: no other allocation of this process has it.
         fd: to hand to nodes; closed when the memory is freed. -1 for pages that no node can reach.
-        address, length_bytes: of the mapping; whole pages.
+        address, length_bytes: of the mapping; whole pages. No bytes once the memory is freed.
         patches: what has been put in place of parts of it, newest last.
     """
 
@@ -80,6 +82,7 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._ended: deque[Allocation] = deque()  # freed, and still listed
         self._starts: list[int] = []
         self._by_start: list[Allocation] = []
         self._count = 0
@@ -126,7 +129,7 @@ class SharedMemory:
         Raises:
             MemoryError: The kernel cannot: nodes may still write there.
         """
-        with self._lock:
+        with self._changing():
             at = bisect_right(self._starts, address) - 1
             parent = self._by_start[at]
             fd = -1
@@ -139,6 +142,8 @@ class SharedMemory:
             access = mmap.PROT_READ | mmap.PROT_WRITE
             if _libc.mmap(address, length_bytes, access, flags | _MAP_FIXED, fd, 0) in (_FAILED, None):
                 why = os.strerror(ctypes.get_errno())
+                if fd >= 0:
+                    os.close(fd)
                 raise MemoryError(f"{length_bytes} bytes of memory cannot be taken back from a node: {why}")
             self._count += 1
             parent.patches = [
@@ -148,18 +153,47 @@ class SharedMemory:
             self._replace(self._by_start)
 
     def _add(self, fd: int, address: int, length_bytes: int) -> Allocation:
-        with self._lock:
+        with self._changing():
             self._count += 1
             one = Allocation(self._count, fd, address, length_bytes)
             self._replace([*self._by_start, one])
         return one
 
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Holds the lock; what has been freed, or is meanwhile, is not listed before and behind it."""
+        try:
+            with self._lock:
+                self._drop_ended()
+                yield
+        finally:
+            self._forget_ended()
+
     def _freed(self, one: Allocation) -> None:
-        with self._lock:
-            self._replace([other for other in self._by_start if other is not one])
-        for freed in (one, *one.patches):
-            if freed.fd >= 0:
-                os.close(freed.fd)
+        """The garbage collector calls this anywhere, also in a thread that holds the lock: it must not wait for it."""
+        one.length_bytes = 0  # found no more
+        self._ended.append(one)
+        self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Drops what has been freed, unless somebody holds the lock: then he will."""
+        while self._ended and self._lock.acquire(blocking=False):
+            try:
+                self._drop_ended()
+            finally:
+                self._lock.release()
+
+    def _drop_ended(self) -> None:
+        ended: list[Allocation] = []
+        while self._ended:
+            ended.append(self._ended.popleft())
+        if not ended:
+            return
+        self._replace([other for other in self._by_start if other not in ended])
+        for one in ended:
+            for freed in (one, *one.patches):
+                if freed.fd >= 0:
+                    os.close(freed.fd)
 
     def _replace(self, allocations: Sequence[Allocation]) -> None:
         ordered = sorted(allocations, key=lambda one: one.address)
