@@ -63,6 +63,7 @@ class Trimmer:
         gone = self._ledger.retire(entries[chosen], entry_locations(entries[chosen], segment))
         self._metrics.evicted_records += len(gone)
         self._metrics.evicted_bytes += int(entries["pages"][chosen][gone].sum()) * PAGE_BYTES
+        use.trimmed()
         if not len(gone):
             self._barren.setdefault(use.name, set()).add(segment)
         self.running = False

@@ -20,9 +20,10 @@ class TenantUse:
         waiting_pages: of puts in progress.
         quota_pages: 0 is no quota.
         refused_records: puts refused for it.
+        wanted_pages: of the largest put refused since its oldest records went last, if it fits the quota at all.
     """
 
-    __slots__ = ("name", "pages", "quota_pages", "records", "refused_records", "waiting_pages")
+    __slots__ = ("name", "pages", "quota_pages", "records", "refused_records", "waiting_pages", "wanted_pages")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -31,6 +32,7 @@ class TenantUse:
         self.waiting_pages = 0
         self.quota_pages = 0
         self.refused_records = 0
+        self.wanted_pages = 0
 
     def refusal(self, pages: int) -> Refused | None:
         """Why a put of so many pages is not taken; None where it fits."""
@@ -38,20 +40,28 @@ class TenantUse:
             return None
         self.refused_records += 1
         used, waiting, quota = (count * PAGE_BYTES for count in (self.pages, self.waiting_pages, self.quota_pages))
+        fix = "Raise the quota: it has no room for one such chunk"
+        if pages <= self.quota_pages:
+            self.wanted_pages = max(self.wanted_pages, pages)
+            fix = "Its oldest chunks go now: put again shortly, or raise the quota"
         return Refused(
             RefusedReason.QUOTA,
             f"tenant {self.name!r} has {used} bytes on this drive and {waiting} on their way; with "
-            f"{pages * PAGE_BYTES} more it would be above its quota of {quota} here. "
-            "Its oldest chunks go now: put again shortly, or raise the quota",
+            f"{pages * PAGE_BYTES} more it would be above its quota of {quota} here. {fix}",
         )
 
     @property
     def surplus_pages(self) -> int:
-        """What must go so that puts find room again: none while the quota is not nearly used up."""
-        taken = self.pages + self.waiting_pages
-        if not self.quota_pages or taken <= self.quota_pages * QUOTA_TRIM_SHARE:
+        """What must go so that puts find room again: none while the quota is not nearly used up, nor one refused."""
+        taken, quota = self.pages + self.waiting_pages, self.quota_pages
+        if not quota or (taken <= quota * QUOTA_TRIM_SHARE and taken + self.wanted_pages <= quota):
             return 0
-        return taken - int(self.quota_pages * QUOTA_TRIM_TO_SHARE)
+        return taken - min(int(quota * QUOTA_TRIM_TO_SHARE), quota - self.wanted_pages)
+
+    def trimmed(self) -> None:
+        """Some of its records went: where that is enough, room is not kept any longer for a put that was refused."""
+        if self.surplus_pages <= 0:
+            self.wanted_pages = 0
 
 
 class Usage:
@@ -77,6 +87,7 @@ class Usage:
         self._quotas = quotas
         for use in self:
             use.quota_pages = self._quota_pages(use.name)
+            use.wanted_pages = 0
 
     def crowded(self) -> Iterator[TenantUse]:
         """Tenants whose oldest records should go."""

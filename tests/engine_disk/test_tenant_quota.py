@@ -200,3 +200,40 @@ def test_what_was_given_up_and_put_again_and_deleted_does_not_return(rig: StoreR
     rig.delete(ref, [key_of(0)])
     again = StoreRig(rig.device, now_ns=rig.now_ns)
     assert not present(again, namespace(again, "full"), range(1))
+
+
+def test_a_put_that_finds_no_room_is_made_room_for_however_large_it_is(rig: StoreRig) -> None:
+    ref, other = namespace(rig, "full"), namespace(rig, "other")
+    put(rig, other, 0)
+    quota = 20 * PADDED  # a record is 5% of it, as much as may be free before anything goes
+    rig.ledger.usage.set_quotas({"full": quota})
+    for number in range(18):
+        rig.ledger.tick += 1
+        assert isinstance(put(rig, ref, number), Stored)
+    rig.settle()
+    large = random.Random(99).randbytes(6 * PADDED)
+    assert isinstance(rig.put(ref, key_of(99), large), Refused)
+    rig.settle()
+    assert isinstance(rig.put(ref, key_of(99), large), Stored), "its oldest chunks went"
+    rig.settle()
+    assert used_bytes(rig, "full") <= quota
+    assert present(rig, other, range(1)) == [0]
+    rig.delete(ref, [key_of(99)])
+    before = used_bytes(rig, "full")
+    put(rig, ref, 100)
+    rig.settle()
+    assert used_bytes(rig, "full") > before, "nothing goes for what was made room for before"
+    check(rig)
+
+
+def test_nothing_goes_for_a_put_that_never_fits(rig: StoreRig) -> None:
+    ref = namespace(rig, "small")
+    rig.ledger.usage.set_quotas({"small": 4 * PADDED})
+    put(rig, ref, 0)
+    refused = rig.put(ref, key_of(1), bytes(6 * PADDED))
+    assert isinstance(refused, Refused)
+    assert "Raise the quota" in refused.detail
+    assert "put again" not in refused.detail
+    rig.settle()
+    assert present(rig, ref, range(1)) == [0]
+    check(rig)
