@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
 from kvstore.cluster.store import ClusterStore
 from kvstore.errors import InvalidRequest
@@ -63,16 +63,21 @@ class FileAddress:
 
 def parse_store_address(text: str) -> EtcdAddress | FileAddress:
     """The address behind a text as the module describes it. Raises InvalidRequest."""
+    # not by urlsplit: some releases of Python take brackets only around all of a netloc, and ours lists several hosts
+    scheme, _, rest = text.partition("://")
+    rest, _, query = rest.partition("?")
+    netloc, slash, path = rest.partition("/")
+    if "#" in text:
+        raise _wrong(text, "it has a '#'; write %23 where one is meant")
     try:
-        parts = urlsplit(text)
-        options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+        options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
     except ValueError as error:
         raise _wrong(text, str(error)) from None
-    if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/") and not parts.query:
-        return FileAddress(path=unquote(parts.path))
-    if parts.scheme != "etcd" or parts.fragment:
+    if scheme == "file" and not netloc and slash and not query:
+        return FileAddress(path=unquote(slash + path))
+    if scheme != "etcd":
         raise _wrong(text, "it begins with neither etcd:// nor file:///")
-    return _etcd_address(text, parts.netloc, parts.path, options)
+    return _etcd_address(text, netloc, path, options)
 
 
 def open_cluster_store(address: EtcdAddress | FileAddress) -> ClusterStore:

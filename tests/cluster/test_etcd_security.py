@@ -172,6 +172,7 @@ def test_addresses_say_where_and_how(tmp_path: Path) -> None:
         "etcd://" + ",".join(f"h{at}:2379" for at in range(20)),
         "file://relative",
         "file:///x?y=z",
+        "file:///x#y",
     ],
 )
 def test_what_is_no_address_is_refused(text: str) -> None:
