@@ -225,11 +225,13 @@ class LoadJob(Job):
         assert regions is not None
         self._asked = asked = [self.records[at] for at in places.items]
         request = get_into(self._request(places.items), places.blob)
+        has_ended = False
         try:
             yield from connection.start(request, owner=self)
             yield from self._receive(connection)
+            has_ended = True
         finally:
-            regions.settle(places, asked)
+            regions.settle(places, asked, has_ended=has_ended)
 
     def _receive(self, connection: Connection) -> Steps:
         asked = self._asked

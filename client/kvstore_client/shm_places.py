@@ -11,6 +11,7 @@ from kvstore.limits import PAGE_BYTES, PLACES_PER_CALL_MAX, REGIONS_PER_CONNECTI
 from kvstore.types.results import MissReason
 from kvstore.wire.messages import End, Feature
 from kvstore.wire.shared import Local, LocalReply, Place, Region, RegionDrop, encode_places
+from kvstore_client.incoming import HIT, OPEN
 from kvstore_client.shm import Allocation, SharedMemory, address_of
 from kvstore_client.shm_ways import LocalWay
 
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 
 _PLACED_BYTES_MIN: Final = 128 * 1024
 """Of one call; less is as quick through the socket."""
-_OPEN: Final = -1
-_UNSURE: Final = frozenset({_OPEN, int(MissReason.DEADLINE)})
-"""How items end into whose place the node may still write; see GET_INTO."""
+_DEADLINE: Final = int(MissReason.DEADLINE)
 
 
 class PlacedRecord(Protocol):
@@ -84,14 +83,17 @@ class ConnectionRegions:
         places.blob = encode_places(encoded)
         return places, rest
 
-    def settle(self, places: Places, records: Sequence[PlacedRecord]) -> None:
+    def settle(self, places: Places, records: Sequence[PlacedRecord], *, has_ended: bool) -> None:
         """The request is over, as far as we wait: takes back the places into which the node may still write.
 
         Args:
             records: those of `places.items`, in order.
+            has_ended: END has come: only what it says DEADLINE of is not over (see GET_INTO in docs/protocol.md). Else
+                more may come of everything but hits, also of what we have given up for bytes that were not right.
         """
         for record, view in zip(records, places.found, strict=True):
-            if record.status in _UNSURE:
+            status = record.status
+            if status in (_DEADLINE, OPEN) or (status != HIT and not has_ended):
                 self._memory.detach(address_of(view), len(view))
 
     def _find(self, view: memoryview) -> tuple[Allocation, int] | None:
