@@ -7,6 +7,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from kvstore.errors import KVStoreError
+from kvstore.limits import LINGER_NS
 from kvstore.telemetry.metrics import Verb
 from kvstore.types.results import MissReason
 from kvstore.wire.messages import End
@@ -72,6 +73,13 @@ class Call:
     def overdue(self) -> None:
         """The deadline has passed. Calls whose deadline the engine keeps do nothing here."""
 
+    def close_unread(self) -> None:
+        """`overdue` of a read: the engine keeps the deadline, but a client that does not read must not hold memory."""
+        connection = self.connection
+        if connection.now_ns > self.deadline_ns + LINGER_NS:
+            connection.metrics.deadlines += 1
+            connection.close()
+
     def abandon(self) -> None:
         """The connection is gone, or the call failed."""
         if not self.over:
@@ -93,6 +101,30 @@ class Call:
             self.over = True
             self.release()
             self.connection.fail(error)
+
+
+def end_read(call: Call, statuses: bytes) -> None:
+    """Ends a read with END: a status of each item, 0 where it was loaded, else its MissReason."""
+    metrics = call.connection.metrics
+    metrics.get_ns.observe(call.connection.clock() - call.started_ns)
+    _end_counted(call, statuses)
+
+
+def end_absent(call: Call, count: int) -> None:
+    """Ends a read of `count` items of a namespace that is not known here. It took no time, so none is counted."""
+    _end_counted(call, bytes([MissReason.ABSENT]) * count)
+
+
+def _end_counted(call: Call, statuses: bytes) -> None:
+    metrics = call.connection.metrics
+    loaded = statuses.count(0)
+    metrics.loaded_records += loaded
+    if loaded != len(statuses):
+        for reason in MissReason:
+            missed = statuses.count(reason)
+            metrics.misses[reason] += missed
+            metrics.failed_records += missed
+    call.finish(End(statuses=statuses))
 
 
 class Answer(Call):

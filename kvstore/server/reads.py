@@ -13,23 +13,21 @@ from kvstore.limits import (
     DIGEST_BYTES,
     FRAME_AIM_BYTES,
     FRAME_PAYLOAD_BYTES_MAX,
-    LINGER_NS,
     SLICE_BYTES_MAX,
     SLICES_PER_FRAME_MAX,
 )
-from kvstore.server.call import Call
+from kvstore.server.call import Call, end_absent, end_read
 from kvstore.telemetry.metrics import DataplaneMetrics, Verb
 from kvstore.types.results import MissReason
 from kvstore.wire.expected import plain_get
 from kvstore.wire.header import FrameType, encode_head
-from kvstore.wire.messages import End, Get
+from kvstore.wire.messages import Get
 from kvstore.wire.ranges import decode_ranges
 from kvstore.wire.slices import FLAG_FINAL, Slice, encode_slices
 
 if TYPE_CHECKING:
     from kvstore.server.connection import Connection, OnSent
 
-_ABSENT = bytes([MissReason.ABSENT])
 _new_slice = tuple.__new__  # a third of what the constructor of a named tuple costs
 _OPEN = int(MissReason.DEADLINE)  # what an item counts as that was neither sent nor missed when the call ends
 
@@ -135,11 +133,7 @@ class ReadCall(Call):
         self._end()
 
     def overdue(self) -> None:
-        """The engine keeps the deadline; but a client that does not read must not hold memory for ever."""
-        connection = self.connection
-        if connection.now_ns > self.deadline_ns + LINGER_NS:
-            connection.metrics.deadlines += 1
-            connection.close()
+        self.close_unread()
 
     def release(self) -> None:
         self._parcels = None
@@ -259,20 +253,10 @@ class ReadCall(Call):
         return [one], [item.data[at : at + length]], length
 
     def _end(self) -> None:
-        metrics = self._metrics
-        metrics.get_ns.observe(self.connection.clock() - self.started_ns)
         for parcel in self._sent_parcels:
             for index in parcel.indices:
                 self._statuses[index] = 0
-        statuses = bytes(self._statuses)
-        loaded = statuses.count(0)
-        metrics.loaded_records += loaded
-        if loaded != len(statuses):
-            for reason in MissReason:
-                missed = statuses.count(reason)
-                metrics.misses[reason] += missed
-                metrics.failed_records += missed
-        self.finish(End(statuses=statuses))
+        end_read(self, bytes(self._statuses))
 
 
 class _Behind:
@@ -362,20 +346,10 @@ class MemoryCall(Call):
     def cancel(self) -> None:
         """Ends with what was sent; the rest is past its deadline."""
         self.release()
-        metrics = self._metrics
-        missed = self._count - self._at
-        metrics.get_ns.observe(self.connection.clock() - self.started_ns)
-        metrics.loaded_records += self._at
-        metrics.misses[MissReason.DEADLINE] += missed
-        metrics.failed_records += missed
-        self.finish(End(statuses=bytes(self._at) + bytes([_OPEN]) * missed))
+        end_read(self, bytes(self._at) + bytes([_OPEN]) * (self._count - self._at))
 
     def overdue(self) -> None:
-        """As a `ReadCall`: a client that does not read must not hold memory for ever."""
-        connection = self.connection
-        if connection.now_ns > self.deadline_ns + LINGER_NS:
-            connection.metrics.deadlines += 1
-            connection.close()
+        self.close_unread()
 
     def release(self) -> None:
         records, self._records = self._records, None
@@ -418,9 +392,7 @@ def start_get(connection: Connection, body: bytes | bytearray, engine: Engine, *
     call = ReadCall(connection, count, metrics, now_ns=now_ns, deadline_ns=deadline_ns)
     connection.call = call
     if namespace is None:
-        metrics.misses[MissReason.ABSENT] += count
-        metrics.failed_records += count
-        call.finish(End(statuses=_ABSENT * count))
+        end_absent(call, count)
         return False
     spec = ReadSpec(
         namespace=namespace,

@@ -12,18 +12,17 @@ from kvstore.engine.api import Engine, ReadSpec
 from kvstore.errors import InvalidRequest
 from kvstore.limits import DIGEST_BYTES
 from kvstore.server.batch import unpack_u32
+from kvstore.server.call import end_absent
 from kvstore.server.puts import start_offer
 from kvstore.server.shm_reads import PlaceCall
 from kvstore.telemetry.metrics import Verb
 from kvstore.transport.shm_node import ShmNodeChannel
-from kvstore.types.results import MissReason, Refused
+from kvstore.types.results import Refused
 from kvstore.wire.messages import End, Feature
 from kvstore.wire.shared import GetInto, LocalReply, OfferFrom, Region, RegionDrop, decode_places
 
 if TYPE_CHECKING:
     from kvstore.server.connection import Connection
-
-_ABSENT = bytes([MissReason.ABSENT])
 
 
 def features_of(connection: Connection, features: Feature, local: LocalReply) -> Feature:
@@ -51,8 +50,7 @@ def start_get_into(connection: Connection, body: bytes | bytearray, engine: Engi
     """Begins a GET_INTO; True when the engine has something left to do. Raises InvalidRequest."""
     channel = _shared(connection)
     get = GetInto.decode(body)
-    metrics = connection.metrics
-    metrics.calls[Verb.GET] += 1
+    connection.metrics.calls[Verb.GET] += 1
     count = len(get.keys) // DIGEST_BYTES
     places = channel.place_into(decode_places(get.places), connection.session.request_id)
     namespace = engine.namespace(get.namespace)
@@ -60,9 +58,7 @@ def start_get_into(connection: Connection, body: bytes | bytearray, engine: Engi
     call = PlaceCall(connection, channel, count=count, now_ns=now_ns, deadline_ns=deadline_ns)
     connection.call = call
     if namespace is None:
-        metrics.misses[MissReason.ABSENT] += count
-        metrics.failed_records += count
-        call.finish(End(statuses=_ABSENT * count))
+        end_absent(call, count)
         return False
     spec = ReadSpec(
         namespace=namespace,

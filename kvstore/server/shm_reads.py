@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from kvstore.engine.api import Engine, ReadHandle, ReadSpec, ReadyItem
 from kvstore.limits import FRAME_AIM_BYTES, SLICE_BYTES_MAX, SLICES_PER_FRAME_MAX
-from kvstore.server.call import Call
+from kvstore.server.call import Call, end_read
 from kvstore.telemetry.metrics import Verb
 from kvstore.transport.shm_node import ShmNodeChannel
 from kvstore.types.results import MissReason
 from kvstore.wire.header import FrameType
-from kvstore.wire.messages import End
 from kvstore.wire.slices import Slice
 
 if TYPE_CHECKING:
@@ -83,6 +82,9 @@ class PlaceCall(Call):
         self.release()
         self._end()
 
+    def overdue(self) -> None:
+        self.close_unread()
+
     def release(self) -> None:
         if self._handle is not None and not self._finished:
             self._handle.cancel()
@@ -117,17 +119,7 @@ class PlaceCall(Call):
         connection.metrics.sent_bytes[connection.flow] += total
 
     def _end(self) -> None:
-        metrics = self.connection.metrics
-        metrics.get_ns.observe(self.connection.clock() - self.started_ns)
-        statuses = bytes(self._statuses)
-        loaded = statuses.count(0)
-        metrics.loaded_records += loaded
-        if loaded != len(statuses):
-            for reason in MissReason:
-                missed = statuses.count(reason)
-                metrics.misses[reason] += missed
-                metrics.failed_records += missed
-        self.finish(End(statuses=statuses))
+        end_read(self, bytes(self._statuses))
 
 
 def _cut(item: ReadyItem, slices: list[Slice], payload: list[memoryview]) -> None:
