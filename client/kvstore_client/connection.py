@@ -1,4 +1,4 @@
-"""One TCP connection to a worker or supervisor, driven by generators.
+"""One connection to a worker or supervisor, over TCP or a Unix socket of this host, driven by generators.
 
 A generator does its I/O on the connection's socket and yields READ or WRITE when it must wait for it; who drives it
 (a thread, a selector loop, asyncio) waits and goes on. In blocking mode it never yields for payload: the kernel waits,
@@ -25,7 +25,7 @@ from kvstore.wire.messages import Cancel, ErrorReply, Feature, Hello, Welcome
 from kvstore.wire.schema import Message
 from kvstore.wire.session import ClientSession, State, Verdict
 from kvstore_client.address import in_place_of, split_address
-from kvstore_client.names import NameWait, numeric_places
+from kvstore_client.names import NameWait, numeric_endpoints
 from kvstore_client.parties import Greeting, PayloadOwner
 from kvstore_client.shm_places import ConnectionRegions, learn_way, send_with_descriptor
 from kvstore_client.waiting import Quick, first_bytes, set_timeout
@@ -59,8 +59,8 @@ class Connection:
         idle_since_ns: When the last call ended.
         welcome: What the node takes.
         regions: What the node can reach of our memory; None over TCP.
-        quick: Send, receive and the next request id, for reads the quickest way (lane.py). While the connection is
-            open, if the node may end reads with data.
+        quick: Send, receive and the next request id, for reads the quickest ways (lane, straight). While the connection
+            is open, if the node may end reads with data.
         receive_timeout_ns: The kernel's timeout for receiving; 0 is none.
         waste: Memory for payload that nobody wants any more.
     """
@@ -440,14 +440,14 @@ class Connection:
             return
         host, port = split_address(self._address)
         try:
-            places = numeric_places(host, port)
-            if places is None:
+            endpoints = numeric_endpoints(host, port)
+            if endpoints is None:
                 wait = NameWait(host, port)
                 self._socket = wait.done
                 while not wait.is_over:
                     yield READ
-                places = wait.places()
-            for family, kind, protocol, _, where in places:
+                endpoints = wait.endpoints()
+            for family, kind, protocol, _, where in endpoints:
                 held = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
                 if self._socket is not None:
                     held = in_place_of(self._socket, held)  # "localhost" is ::1 first, where nobody may listen

@@ -14,14 +14,14 @@ from typing import TypeAlias
 from kvstore.errors import Overloaded
 from kvstore.limits import NAME_LOOKUPS_MAX
 
-Place: TypeAlias = tuple[int, int, int, str, "tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]"]
+Endpoint: TypeAlias = tuple[int, int, int, str, "tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]"]
 """Family, kind, protocol, canonical name and socket address, as `socket.getaddrinfo` gives them."""
 
 _lock = threading.Lock()
 _running: dict[tuple[int, str, int], _Lookup] = {}
 
 
-def numeric_places(host: str, port: int) -> Sequence[Place] | None:
+def numeric_endpoints(host: str, port: int) -> Sequence[Endpoint] | None:
     """Where "host:port" is, without asking anybody; None when the host is a name."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
@@ -62,10 +62,10 @@ class NameWait:
 
     @property
     def is_over(self) -> bool:
-        """Whether `places` can be asked."""
+        """Whether `endpoints` can be asked."""
         return self._lookup.is_over
 
-    def places(self) -> Sequence[Place]:
+    def endpoints(self) -> Sequence[Endpoint]:
         """What was found. Raises OSError when the name is not known or cannot be looked up."""
         if self._lookup.error is not None:
             raise OSError(self._lookup.error.errno or 0, f"its name is not known: {self._lookup.error.strerror}")
@@ -79,7 +79,7 @@ class _Lookup(threading.Thread):
         super().__init__(name=f"kvstore-lookup-{name[1]}", daemon=True)
         self._name = name
         self.bells: list[socket.socket] = []
-        self.found: Sequence[Place] = ()
+        self.found: Sequence[Endpoint] = ()
         self.error: OSError | None = None
         self.is_over = False
 

@@ -76,7 +76,6 @@ class Request:
     __slots__ = (
         "_done",
         "_on_landed",
-        "_pins_content",
         "_ranges",
         "_simple",
         "blocked",
@@ -124,7 +123,6 @@ class Request:
         self.blocked = False
         self.reader = reader
         self._done = bytearray(self.left)
-        self._pins_content = spec.content_ids is not None
         self._simple = spec.ranges is None and spec.content_ids is None
         self._on_landed: Callable[[ParcelSource], None] | None = getattr(sink, "landed", None)
         self.in_parcels = self._simple and self._on_landed is not None and reader.uses_parcels

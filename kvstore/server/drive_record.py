@@ -1,4 +1,4 @@
-"""Which drive belongs where: what lies in each data folder against what the node has noted, as pure decisions."""
+"""Which drive belongs where: what lies in each data folder (`look`) against what the node has noted (`judge`, pure)."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class TenantBook:
         if len(self._tenants) > TENANTS_MAX or len(self._grants) > TOKENS_MAX:
             raise InvalidRequest(
                 f"{len(self._tenants)} tenants with {len(self._grants)} tokens; at most {TENANTS_MAX} tenants and "
-                f"{TOKENS_MAX} tokens are taken"
+                f"{TOKENS_MAX} tokens are taken: describe fewer, or give tenants fewer tokens"
             )
 
     def _add(self, tenant: Tenant, token: Token) -> None:

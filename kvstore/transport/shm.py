@@ -22,9 +22,6 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.transport.tcp import LISTEN_BACKLOG
 from kvstore.types.digest import digest
 
-UNIX_PREFIX: Final = "unix:"
-"""Before the path of a Unix socket, where an address may be either."""
-
 # linux/fcntl.h, linux/memfd.h, linux/magic.h
 _F_ADD_SEALS: Final = 1033
 _F_GET_SEALS: Final = 1034

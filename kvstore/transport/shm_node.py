@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvstore.errors import Denied, InvalidRequest
-from kvstore.limits import REGION_DESCRIPTORS_WAITING_MAX
+from kvstore.limits import FRAME_AIM_BYTES, REGION_DESCRIPTORS_WAITING_MAX
 from kvstore.transport.base import FetchEvents, Landing
 from kvstore.transport.shm import is_trusted, peer_of
 from kvstore.transport.shm_regions import MappedMemory, Regions
@@ -26,7 +26,6 @@ from kvstore.wire.slices import Slice
 
 _FD_BYTES: Final = array.array("i").itemsize
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(REGION_DESCRIPTORS_WAITING_MAX * _FD_BYTES)
-_COPY_BYTES: Final = 1 << 20  # of a put, in one turn of its connection
 
 
 class DescriptorSocket(socket.socket):
@@ -199,7 +198,7 @@ class ShmNodeChannel(TcpNodeChannel):
             return landings, []
         total = 0
         for at, landing in enumerate(landings):
-            if total and total + len(landing.buffer) > _COPY_BYTES:
+            if total and total + len(landing.buffer) > FRAME_AIM_BYTES:
                 return landings[:at], landings[at:]
             total += len(landing.buffer)
         return landings, []

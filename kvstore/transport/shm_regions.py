@@ -44,7 +44,7 @@ class MappedMemory:
         if self.mapped_bytes + length_bytes > self._bytes_max:
             raise Overloaded(
                 f"{self.mapped_bytes} bytes are shared by all clients, {length_bytes} more are over the limit of "
-                f"{self._bytes_max}"
+                f"{self._bytes_max}: close clients that are done, or let some use transport tcp"
             )
         mapped = open_memory(fd, length_bytes)
         self._of_peer[peer] += length_bytes

@@ -12,7 +12,7 @@ import pytest
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.limits import NAME_LOOKUPS_MAX
 from kvstore_client import AsyncKVClient, KVClient
-from kvstore_client.names import NameWait, numeric_places
+from kvstore_client.names import NameWait, numeric_endpoints
 
 
 @pytest.fixture
@@ -91,5 +91,5 @@ def test_lookups_are_bounded(silent_names) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "10.0.0.1"])
 def test_addresses_ask_nobody(host: str, silent_names) -> None:
-    assert numeric_places(host, 80)
+    assert numeric_endpoints(host, 80)
     assert not silent_names
