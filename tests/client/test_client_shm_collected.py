@@ -34,6 +34,7 @@ def restored_thresholds() -> Iterator[None]:
 
 @pytest.mark.usefixtures("restored_thresholds")
 def test_memory_is_freed_wherever_the_collector_comes_by() -> None:
+    gc.collect()  # what other tests have left behind is not counted
     shared = SharedMemory()
     descriptors = len(os.listdir("/proc/self/fd"))
 
@@ -48,7 +49,7 @@ def test_memory_is_freed_wherever_the_collector_comes_by() -> None:
     assert not thread.is_alive(), "it waits for itself"
     gc.collect()
     assert shared.numbers == frozenset()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_freed_memory_is_not_found() -> None:
