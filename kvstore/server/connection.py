@@ -181,6 +181,7 @@ class Connection:
                     return  # it was a request, and is answered
                 for frame in frames:
                     self._arrived(frame)
+                self._check_stream()
             except Exception as error:  # noqa: BLE001 -- the root of everything that a peer causes
                 self.broke(error)
             if self.channel.reader.paused and not self.is_closed:
@@ -230,8 +231,15 @@ class Connection:
     def _resume(self, destination: Sequence[memoryview]) -> None:
         for frame in self.channel.reader.place_later(destination):
             self._arrived(frame)
+        self._check_stream()
         if not self.is_closed:
             self._watch()
+
+    def _check_stream(self) -> None:
+        """Raises what is wrong with the frame behind those that arrived: the peer may wait for our answer to it."""
+        failure = self.channel.reader.failure
+        if failure is not None and not self._lingering and not self.is_closed:
+            raise failure
 
     def _hold(self, length_bytes: int) -> None:
         """Memory that a request takes until it ends. Raises Overloaded when all connections' together is used up."""

@@ -146,7 +146,12 @@ class FrameReader:
     @property
     def paused(self) -> bool:
         """The sink has not said yet where the current payload belongs; `buffers()` is empty."""
-        return self._frame is not None and not self._dest
+        return self._frame is not None and not self._dest and self._error is None
+
+    @property
+    def failure(self) -> KVStoreError | None:
+        """What the next `advance` would raise. Whoever has handled all frames need not wait for more bytes to know."""
+        return self._error
 
     def between_frames(self) -> memoryview | None:
         """Where a next frame may be received as a whole, to look at it before `advance`; None within a frame."""

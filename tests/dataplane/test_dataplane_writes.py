@@ -40,7 +40,7 @@ from kvstore.wire.messages import (
     WriterOpen,
     WriterOpened,
 )
-from kvstore.wire.slices import NO_CONTENT_ID, Slice
+from kvstore.wire.slices import NO_CONTENT_ID, Slice, encode_slices
 
 STORED = (ItemStatus.STORED, "")
 EXISTS = (ItemStatus.EXISTS, "")
@@ -380,6 +380,29 @@ def test_data_without_an_offer_closes_the_connection_but_late_data_does_not(
     client.start_get(namespace.digest, [key_of(1)])
     client.send_slices([one], b"hello")
     client.end_get()
+
+
+def test_what_is_wrong_behind_a_good_frame_is_said_though_nothing_more_comes(
+    lab: PlaneLab, namespace: NamespaceRef
+) -> None:
+    client = lab.client()
+    value = b"x" * 1000
+    start_put(client, namespace, value)
+    one = Slice(0, 0, len(value), 0, True, NO_CONTENT_ID, len(value), 65536, b"")
+    request_id = client.session.request_id
+    head = encode_head(FrameType.DATA, request_id, encode_slices([one]), payload_bytes=len(value), flags=1)
+    client.send_raw((head + value) * 2)  # arrives at once: the first is taken, the second is one too many
+    assert "send in order" in str(error_raised(client.receive))
+    assert client.is_closed
+
+    client = lab.client()
+    old_id, request_id = client.session.request_id, client.session.start(FrameType.OFFER)
+    late = encode_head(FrameType.CANCEL, old_id, Cancel().encode())  # of a call that has ended meanwhile
+    offer = client.offer(namespace.digest, [key_of(2)], [value], inline=True)
+    body, payload_bytes = offer.encode(), INLINE_PUT_BYTES_MAX + 1
+    client.send_raw(late + encode_head(FrameType.OFFER, request_id, body, payload_bytes=payload_bytes))
+    assert f"the limit is {INLINE_PUT_BYTES_MAX}" in str(error_raised(client.receive)), "its payload is never sent"
+    assert client.is_closed
 
 
 # --- layer-wise writer ----------------------------------------------------------------------------------------------
