@@ -18,7 +18,7 @@ from kvstore.cluster.node_file import NodeFile
 from kvstore.engine.format import UUID_BYTES
 from kvstore.engine.identity import NO_CLUSTER, DriveContent
 from kvstore.errors import FormatUnsupported, InvalidRequest, KVStoreError, Unavailable
-from kvstore.server.drive_record import Verdict, cluster_of, judge, look, unusable
+from kvstore.server.drive_record import DriveVerdict, cluster_of, judge, look, unusable
 from kvstore.server.places import STORE_FILE, prepare_data_dirs
 
 log = logging.getLogger(__name__)
@@ -80,14 +80,14 @@ def open_record(paths: Sequence[str]) -> NodeRecord | None:
     return NodeRecord(files) if files else None
 
 
-def usable_paths(paths: Sequence[str]) -> tuple[list[str], list[Verdict]]:
+def usable_paths(paths: Sequence[str]) -> tuple[list[str], list[DriveVerdict]]:
     """The data folders and devices that can be used, made where they are missing, and what is wrong with the others.
 
     Raises:
         InvalidRequest: None can be used.
     """
     good: list[str] = []
-    bad: list[Verdict] = []
+    bad: list[DriveVerdict] = []
     for path in paths:
         try:
             if path.startswith(_DEVICES) and not os.path.exists(path):
@@ -112,11 +112,11 @@ class CheckedDrives:
     """
 
     paths: frozenset[str]
-    refused: tuple[Verdict, ...]
+    refused: tuple[DriveVerdict, ...]
     cluster_id: str
 
 
-def check_drives(paths: Sequence[str], bad: Sequence[Verdict], record: NodeRecord | None) -> CheckedDrives:
+def check_drives(paths: Sequence[str], bad: Sequence[DriveVerdict], record: NodeRecord | None) -> CheckedDrives:
     """Look at every drive, and decide which are opened.
 
     Args:

@@ -14,7 +14,7 @@ from kvstore.server.report import DriveState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class DriveVerdict:
     """Whether a drive is opened.
 
     Attributes:
@@ -35,20 +35,20 @@ class Verdict:
         return self.state is DriveState.SERVING
 
 
-def look(path: str) -> DriveContent | Verdict:
+def look(path: str) -> DriveContent | DriveVerdict:
     """What lies in a data folder or on a device; a verdict where it cannot be read."""
     try:
         return look_at(data_file(path))
     except OSError as error:
         failed = DriveState.FAILED if error.errno == errno.EIO else DriveState.UNUSABLE
         detail = f"it cannot be read ({error.strerror}); check the drive and its rights, or replace it"
-        return Verdict(path=path, disk_id="", state=failed, detail=detail)
+        return DriveVerdict(path=path, disk_id="", state=failed, detail=detail)
 
 
-def unusable(path: str, error: InvalidRequest) -> Verdict:
+def unusable(path: str, error: InvalidRequest) -> DriveVerdict:
     """A folder that could not be made, or not written."""
     state = DriveState.READ_ONLY if "not writable" in str(error) else DriveState.UNUSABLE
-    return Verdict(path=path, disk_id="", state=state, detail=str(error))
+    return DriveVerdict(path=path, disk_id="", state=state, detail=str(error))
 
 
 def cluster_of(contents: Sequence[DriveContent]) -> bytes | None:
@@ -63,7 +63,7 @@ def cluster_of(contents: Sequence[DriveContent]) -> bytes | None:
 
 def judge(
     path: str, content: DriveContent, *, expected_id: str, cluster_id: bytes, homes: Mapping[str, str]
-) -> Verdict:
+) -> DriveVerdict:
     """Whether the drive in a folder is opened.
 
     Args:
@@ -73,14 +73,14 @@ def judge(
     """
     name = str(data_file(path))
     if content.kind is ContentKind.FOREIGN:
-        return Verdict(
+        return DriveVerdict(
             path=path,
             disk_id="",
             state=DriveState.FOREIGN,
             detail=f"something else than a store is on it; `kvstore drive format {path} --yes` erases it",
         )
     if content.kind is ContentKind.EMPTY and expected_id:
-        return Verdict(
+        return DriveVerdict(
             path=path,
             disk_id="",
             state=DriveState.EMPTY,
@@ -89,14 +89,14 @@ def judge(
         )
     superblock = content.superblock
     if superblock is None:
-        return Verdict(path=path, disk_id="", state=DriveState.SERVING)
+        return DriveVerdict(path=path, disk_id="", state=DriveState.SERVING)
     try:
         check_cluster(superblock, cluster_id, path)
     except FormatUnsupported as error:
-        return Verdict(path=path, disk_id=content.disk_id, state=DriveState.FOREIGN, detail=str(error))
+        return DriveVerdict(path=path, disk_id=content.disk_id, state=DriveState.FOREIGN, detail=str(error))
     home = homes.get(content.disk_id, "")
     moved = f"it was at {home} before; a drive is known by its own id, so nothing has to be done" if home else ""
-    return Verdict(
+    return DriveVerdict(
         path=path,
         disk_id=content.disk_id,
         state=DriveState.SERVING,

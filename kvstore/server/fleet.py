@@ -13,7 +13,7 @@ from kvstore.cluster.view import READ_STATES, Target, TargetState, View
 from kvstore.errors import KVStoreError
 from kvstore.limits import CONTROL_DEADLINE_NS, SECOND_NS, GiB
 from kvstore.server.access import Access
-from kvstore.server.drive_record import Verdict
+from kvstore.server.drive_record import DriveVerdict
 from kvstore.server.measure import Measured, measure
 from kvstore.server.report import NodeReport, NodeState, WorkerState
 from kvstore.server.tenant_uses import gathered
@@ -53,7 +53,7 @@ class Fleet:
         self._registry = Registry()
         self._registry.add(metrics)
         self.access = Access(None)
-        self.refused_drives: Sequence[Verdict] = ()
+        self.refused_drives: Sequence[DriveVerdict] = ()
         self.grpc_address = ""
         self.metrics_address = ""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvstore.errors import Internal, KVStoreError
 from kvstore.limits import CONTROL_DEADLINE_NS
 from kvstore.server.admin import maps_of, text_of
-from kvstore.server.drive_record import Verdict
+from kvstore.server.drive_record import DriveVerdict
 from kvstore.server.report import DriveReport, DriveState
 from kvstore.server.worker_handle import WorkerHandle
 from kvstore.telemetry.registry import RoomSnapshot, Snapshot, merge
@@ -28,7 +28,7 @@ class Measured:
 
 
 async def measure(
-    workers: Sequence[WorkerHandle], own: dict[str, RoomSnapshot], refused: Sequence[Verdict]
+    workers: Sequence[WorkerHandle], own: dict[str, RoomSnapshot], refused: Sequence[DriveVerdict]
 ) -> Measured:
     """Ask every worker; one that does not answer is left out, and its drives are shown as down.
 
@@ -53,7 +53,7 @@ async def measure(
     )
 
 
-def _refused(verdict: Verdict) -> DriveReport:
+def _refused(verdict: DriveVerdict) -> DriveReport:
     return DriveReport(path=verdict.path, id=verdict.disk_id, rail=0, state=verdict.state, detail=verdict.detail)
 
 
