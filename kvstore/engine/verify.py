@@ -19,13 +19,14 @@ from kvstore.engine.location import DEPTH_BITS, PAGE_BITS, PAGES_BITS
 from kvstore.limits import PAGE_BYTES, PAYLOAD_BYTES_MAX
 from kvstore.types.checksum import crc32c, crcs_match
 
-# magic, CRC, header pages, part, block, payload, segment generation, segment, page, position, CRC words, content id,
-# key, (parent, run head), namespace, namespace generation
-_HEADER: Final = struct.Struct("<4sIHHIQQII4xI16s32s64x32sQ")
+# magic, CRC, header pages, (part, block, payload), segment generation, segment, page, (position), CRC words,
+# content id, key, (parent, run head), namespace, namespace generation
+_HEADER: Final = struct.Struct("<4sIH14xQII4xI16s32s64x32sQ")
 # The same, with what a run of records has in common left as bytes: magic, CRC, shape (header pages, part, block,
 # payload), segment generation, segment, page, CRC words, content id, key, space (namespace, its generation)
 RUN_HEADER: Final = struct.Struct("<4sI16sQII4xI16s32s64x40s")
 _SHAPE: Final = struct.Struct("<HHIQ")
+_SHAPE_AT: Final = 8
 GENERATION: Final = struct.Struct("<Q")
 CRC_COVERS_FROM: Final = 8
 _PLACE_SHIFT: Final = PAGES_BITS + DEPTH_BITS
@@ -56,9 +57,6 @@ def check_header(
         magic,
         crc,
         header_pages,
-        _,
-        block_bytes,
-        record_bytes,
         generation_found,
         segment,
         page,
@@ -73,15 +71,11 @@ def check_header(
         return Fault.CORRUPT
     if generation_found != segment_generation or (segment << PAGE_BITS | page) != location >> _PLACE_SHIFT:
         return Fault.CORRUPT
-    table_end = CRC_TABLE_AT + 4 * crc_count
-    if (
-        not block_bytes
-        or record_bytes > PAYLOAD_BYTES_MAX
-        or crc_count != -(-record_bytes // block_bytes)
-        or header_pages != -(-table_end // PAGE_BYTES)
-        or header_pages - (-record_bytes // PAGE_BYTES) != (location >> DEPTH_BITS) & _PAGES_MASK
-    ):
+    length_bytes = (location >> DEPTH_BITS & _PAGES_MASK) * PAGE_BYTES
+    layout = record_layout(bytes(data[_SHAPE_AT : _SHAPE_AT + _SHAPE.size]), crc_count, length_bytes)
+    if layout is None:
         return Fault.CORRUPT
+    _, _, table_end, block_bytes, record_bytes = layout
     if found_key != key or namespace != ref.digest or generation != ref.generation:
         return Fault.OTHER
     return RecordFacts(
