@@ -36,7 +36,13 @@ def features_of(connection: Connection, features: Feature, local: LocalReply) ->
 
 def add_region(connection: Connection, body: bytes | bytearray) -> None:
     """REGION."""
-    _shared(connection).add_region(Region.decode(body))
+    channel = _shared(connection)
+    try:
+        request = Region.decode(body)
+    except InvalidRequest:
+        channel.refuse_region()
+        raise
+    channel.add_region(request)
     connection.answer(End())
 
 

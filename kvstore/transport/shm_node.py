@@ -125,6 +125,11 @@ class ShmNodeChannel(TcpNodeChannel):
             raise InvalidRequest("REGION came without a descriptor: send one with the frame (SCM_RIGHTS)")
         self._regions.add(request.region, descriptors.popleft(), request.length_bytes)
 
+    def refuse_region(self) -> None:
+        """A REGION could not be read: what came with it is not the next one's."""
+        if self._descriptors.descriptors:
+            os.close(self._descriptors.descriptors.popleft())
+
     def drop_regions(self, regions: Sequence[int]) -> None:
         """Carries out REGION_DROP."""
         self._forget_places()

@@ -25,6 +25,7 @@ from kvstore.transport.shm import create_memory
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import MissReason, RefusedReason
+from kvstore.wire.header import FrameType
 from kvstore_client import Exists, Hit, KVClient, Miss, Refused, Stored
 from kvstore_client.namespace_handle import BoundNamespace
 
@@ -356,6 +357,17 @@ class RawPeer:
                 return bytes(frame.body)
 
 
+class Garbled:
+    """A request that says anything."""
+
+    def __init__(self, kind: FrameType, body: bytes) -> None:
+        self.TYPE = kind
+        self.body = body
+
+    def encode(self) -> bytes:
+        return self.body
+
+
 def test_a_hostile_client_only_hurts_itself(served: Ready) -> None:
     from kvstore.errors import KVStoreError, Overloaded
     from kvstore.wire.messages import End
@@ -372,6 +384,11 @@ def test_a_hostile_client_only_hurts_itself(served: Ready) -> None:
     with pytest.raises(InvalidRequest, match="SCM_RIGHTS"):
         peer.call(Region(region=1, length_bytes=64 * KiB))
     good = create_memory(64 * KiB)
+    for body in (b"\xc1", Region(region=1, length_bytes=1).encode()):
+        with pytest.raises(InvalidRequest):
+            peer.call(Garbled(Region.TYPE, body), good)
+        with pytest.raises(InvalidRequest, match="SCM_RIGHTS"):
+            peer.call(Region(region=1, length_bytes=64 * KiB))  # it does not get the other one's memory
     End.decode(peer.call(Region(region=1, length_bytes=64 * KiB), good))
     with pytest.raises(InvalidRequest, match="in use"):
         peer.call(Region(region=1, length_bytes=64 * KiB), good)
