@@ -24,6 +24,7 @@ from kvstore.limits import STORE_MEMBERS_MAX, TOKEN_BYTES_MAX
 _OPTIONS: Final = ("ca", "cert", "key", "user", "password_file")
 _MEMBER: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})")
 _CLUSTER: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_CREDENTIALS: Final = re.compile(r"[^/,'\"\s]*@")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +155,6 @@ def _content(path: str, option: str, *, bytes_max: int = 1 << 20) -> bytes:
 
 
 def _wrong(text: str, reason: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"cluster {text!r}: {reason}; write etcd://HOST:PORT,HOST:PORT/CLUSTER?ca=FILE or file:///PATH"
-    )
+    """Without what stands before an '@': it may be somebody's password."""
+    said = _CREDENTIALS.sub("...@", f"cluster {text!r}: {reason}")
+    return InvalidRequest(f"{said}; write etcd://HOST:PORT,HOST:PORT/CLUSTER?ca=FILE or file:///PATH")

@@ -477,6 +477,7 @@ class DataPlane:
         self._engine_is_due = True
 
     def _writer_commit(self, connection: Connection, frame: Frame) -> None:
+        self._check_fence()
         self.metrics.calls[Verb.WRITER] += 1
         commit = WriterCommit.decode(frame.body)
         call = WriterCommitCall(connection, _client_of(connection), commit, now_ns=self.now_ns)

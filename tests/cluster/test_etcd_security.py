@@ -180,6 +180,13 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         parse_store_address(text)
 
 
+def test_a_password_in_an_address_is_not_repeated() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_store_address("etcd://root:s3cret@h1:2379,h2:2379")
+    assert "s3cret" not in str(caught.value)
+    assert "h2:2379" in str(caught.value)
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"ca .*missing\.pem"):
         open_cluster_store(parse_store_address(f"etcd://h:1?ca={tmp_path}/missing.pem"))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvstore.engine.api import NamespaceRef
-from kvstore.errors import Denied, InvalidRequest, StaleView
+from kvstore.errors import Denied, InvalidRequest, StaleView, Unavailable
 from kvstore.limits import (
     INLINE_PUT_BYTES_MAX,
     LINGER_NS,
@@ -542,6 +542,20 @@ def test_writers_end_after_their_time_to_live_and_by_abort(
     client.call(WriterAbort(writer_ids=pack_u32([first, second, 77])), End)
     assert engine.aborted == 2
     assert not engine.pending
+
+
+def test_a_fenced_node_commits_no_writer_that_was_open_before(
+    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
+) -> None:
+    client = lab.client()
+    (writer_id,) = unpack_u32(client.call(opening(namespace, [1], 4096), WriterOpened).writer_ids)
+    value = os.urandom(4096)
+    write(client, writer_id, value, 0, 4096)
+    lab.plane.fenced_from_ns = 0
+    with pytest.raises(Unavailable, match="is fenced"):
+        commit(client, [writer_id], [value])
+    lab.plane.fenced_from_ns = 1 << 62
+    assert [status for _, status, _ in commit(client, [writer_id], [value])] == [ItemStatus.STORED]
 
 
 def test_bounds_on_writers_of_one_client(lab: PlaneLab, namespace: NamespaceRef) -> None:
