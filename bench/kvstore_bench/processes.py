@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -36,6 +38,38 @@ def descendants(pid: int) -> list[int]:
             except (FileNotFoundError, ProcessLookupError):
                 continue
     return found
+
+
+@contextmanager
+def one_core_each(near: int, far: Sequence[int]) -> Iterator[None]:
+    """Keeps one process on the first core and others on the second, on a machine that has two.
+
+    A wake-up on a sleeping core costs many times one on the core that rings: without this the scheduler's choice of
+    who sits beside whom decides a comparison of round trips.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        yield
+        return
+    _keep(threads_of([near]), {cores[0]})
+    _keep(threads_of(far), {cores[1]})
+    try:
+        yield
+    finally:
+        _keep(threads_of([near, *far]), set(cores))
+
+
+def threads_of(pids: Sequence[int]) -> list[int]:
+    """Thread ids of processes, as `sched_setaffinity` takes them."""
+    return [int(task.name) for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
+
+
+def _keep(threads: Sequence[int], cores: set[int]) -> None:
+    for thread in threads:
+        try:
+            os.sched_setaffinity(thread, cores)
+        except ProcessLookupError:
+            continue  # it has ended
 
 
 def own_cpu_ns() -> int:
@@ -81,6 +115,11 @@ class Node:
         """CPU time of supervisor and workers so far."""
         assert self._process is not None
         return sum(cpu_ns_of(pid) for pid in descendants(self._process.pid))
+
+    def pids(self) -> list[int]:
+        """Supervisor and workers."""
+        assert self._process is not None
+        return descendants(self._process.pid)
 
     def settle(self, timeout_s: float = 60) -> None:
         """Wait until the node idles: it touches its memory in the background for some seconds after its start."""

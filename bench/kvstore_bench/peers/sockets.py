@@ -97,6 +97,11 @@ class RawPair:
         self.get((buffer,))
         return time.perf_counter_ns() - start
 
+    @property
+    def pid(self) -> int:
+        """Of the far side."""
+        return self._child.pid
+
     def cpu_ns(self) -> int:
         """CPU time of the far side so far."""
         return cpu_ns_of(self._child.pid)
