@@ -94,6 +94,7 @@ TOKEN_BYTES_MAX: Final = 8 * KiB
 TOKEN_BYTES_MIN: Final = 16  # shorter ones can be guessed
 TOKENS_MAX: Final = 1_024  # each HELLO is compared with all of them
 TENANTS_MAX: Final = 256
+CLUSTER_ID_BYTES: Final = 16
 TENANTS_FILE_BYTES_MAX: Final = 1 * MiB
 NODE_ID_BYTES_MAX: Final = 256
 LOCAL_NAME_BYTES_MAX: Final = 256  # of a host's digest, or a socket's path (108 bytes in unix(7))

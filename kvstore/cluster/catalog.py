@@ -2,6 +2,7 @@
 
     view                the view (`encode_view`)
     targets/ID          registrations, each under its node's lease
+    cluster/id, /peers  what `kvstore.cluster.charter` says
     tenants/NAME        documents, by tenant:  who may do what
     quota/NAME                                 how much of the SSDs
     policy/NAME         how many copies (policy/replicas), and the like

@@ -20,6 +20,7 @@ from typing import Final
 
 from kvstore.cluster import transitions
 from kvstore.cluster.catalog import VIEW_NAME, registrations_of, replicas_of, target_name, target_of, view_of
+from kvstore.cluster.charter import PEER_TOKEN_NAME, new_peer_token, peer_token_of
 from kvstore.cluster.registration import Registration, encode_registration
 from kvstore.cluster.settling import Attendance, Overdue, Periods, settle
 from kvstore.cluster.store import ABSENT, NO_LEASE, Change, ClusterStore, Entry, Image, Lease
@@ -39,7 +40,7 @@ class Membership:
         store: Owned from now on.
         cluster: Name of the cluster.
         known: The newest view that this node has ever seen, from its last life; None at its first start.
-        on_change: Called when `view` or `fenced` changes, and when the lease is renewed.
+        on_change: Called when `view`, `fenced` or `peer_token` changes, and when the lease is renewed.
         clock: Monotonic nanoseconds.
     """
 
@@ -69,6 +70,7 @@ class Membership:
         self._registered: set[TargetId] = set()  # in this session
         self._taken_over: set[TargetId] = set()
         self._entries: dict[str, Entry] = {}
+        self._peer_token = b""
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._rejoin_ns = clock()  # two nodes with one address fence each other: not more often than now and then
@@ -95,6 +97,11 @@ class Membership:
     def failure(self) -> str:
         """Why the store cannot be asked, in words; "" when it can."""
         return self._failure
+
+    @property
+    def peer_token(self) -> bytes:
+        """By which the nodes of the cluster know each other: a secret. Kept while the store is away; empty is none."""
+        return self._peer_token
 
     def register(self, targets: Sequence[Registration]) -> None:
         """These are the targets of this node from now on; their `session` is chosen here. Returns at once."""
@@ -204,6 +211,7 @@ class Membership:
 
     async def _do_what_is_due(self) -> None:
         self._wake.clear()
+        await self._draw_peer_token()
         await self._register_wanted()
         view = self._view
         assert view is not None, "loaded before anything is done"
@@ -217,6 +225,16 @@ class Membership:
                 pass  # somebody was faster; the watch brings what they did
         self._observe()
         self._tell()
+
+    async def _draw_peer_token(self) -> None:
+        if PEER_TOKEN_NAME not in self._entries:
+            token = new_peer_token()
+            revision = await self._store.put(PEER_TOKEN_NAME, token, expected=ABSENT)
+            self._entries[PEER_TOKEN_NAME] = Entry(value=token, revision=revision)
+        token_now = peer_token_of(self._entries)
+        if token_now != self._peer_token:
+            self._peer_token = token_now
+            self._on_change()
 
     async def _register_wanted(self) -> None:
         """Write what is not in the store as we want it, under our lease; in a new session after one that was fenced."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol, TypeVar
 
 from kvstore.errors import Denied, FormatUnsupported
-from kvstore.server.tenants import Grant, Scope, TenantBook, authenticate
+from kvstore.server.tenants import Grant, Scope, TenantBook, authenticate, hash_of
 from kvstore.telemetry.metrics import DataplaneMetrics, DeniedKind
 from kvstore.types.digest import digest
 from kvstore.wire.header import VERSION, FrameType
@@ -32,6 +33,10 @@ SCOPE_OF: Final[Mapping[FrameType, Scope]] = {
 """What a verb needs. OFFER, OFFER_FROM and WRITER_OPEN need WRITE too, and answer for each of their items."""
 
 
+PEER_SCOPES: Final = Scope.READ | Scope.WRITE
+"""What a node of the same cluster may do; nothing that concerns the node as such."""
+
+
 class Admission(Protocol):
     """Decides about a HELLO."""
 
@@ -47,7 +52,7 @@ class OpenAdmission:
 
 
 class TokenAdmission:
-    """Admits bearers of a tenant's token; nobody before it was given tenants.
+    """Admits bearers of a tenant's token, and nodes of the same cluster; nobody before it was given tenants.
 
     Attributes:
         is_told: it was given tenants.
@@ -56,6 +61,7 @@ class TokenAdmission:
     def __init__(self, metrics: DataplaneMetrics) -> None:
         self.is_told = False
         self._book = TenantBook()
+        self._peer: Grant | None = None
         self._metrics = metrics
 
     def tell(self, book: TenantBook) -> None:
@@ -63,8 +69,15 @@ class TokenAdmission:
         self._book = book
         self.is_told = True
 
+    def tell_peer_token(self, token: bytes) -> None:
+        """By which the nodes of the cluster are known from now on; empty is none."""
+        self._peer = Grant(tenant="", scopes=PEER_SCOPES, token_hash=hash_of(token), is_peer=True) if token else None
+
     def admit(self, hello: Hello) -> Grant:
         """See `Admission`."""
+        peer = self._peer
+        if peer is not None and hmac.compare_digest(peer.token_hash, hash_of(hello.token)):
+            return peer
         try:
             return authenticate(self._book, hello.token)
         except Denied:
@@ -72,7 +85,9 @@ class TokenAdmission:
             raise
 
     def renewed(self, grant: Grant) -> Grant | None:
-        """What an admitted peer may do now; None when its token was taken back."""
+        """What the bearer of a token may do now; None when it was taken back."""
+        if grant.is_peer:
+            return self._peer if self._peer == grant else None
         return self._book.renewed(grant)
 
 
@@ -97,7 +112,8 @@ def guarded(
 
 
 def own_client_id(client_id: bytes, grant: Grant | None) -> bytes:
-    """A client's id within its tenant: pins and writers belong to it, and another tenant cannot name it."""
+    """A client's id within its tenant: pins and writers belong to it, and another tenant cannot name it. Peers are a
+    tenant of their own, without a name, which no tenant has."""
     return client_id if grant is None else digest(b"kvstore.client.v1", grant.tenant.encode(), client_id)[:ID_BYTES]
 
 

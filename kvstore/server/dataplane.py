@@ -94,6 +94,7 @@ class DataPlane:
         requests_memory: what clients' requests take, all together.
         shared_memory: what clients share with us, all together.
         is_draining: new puts are refused.
+        peer_token: what this node shows to the other nodes of its cluster; a secret, empty outside of one.
         fenced_from_ns: when puts and deletes are refused because nobody vouches for the node (see `hold_writes`).
     """
 
@@ -113,6 +114,7 @@ class DataPlane:
         self.epoch = 0
         self.is_draining = False
         self.fenced_from_ns = _NEVER_NS
+        self.peer_token = b""
         self.now_ns = clock()
         self.clock = clock
         self.requests_memory = MemoryBudget(REQUESTS_BYTES_MAX)
@@ -509,7 +511,7 @@ class DataPlane:
         if self._engine is None:
             raise Unavailable(f"node {self._identity.node_id} is still reading its drives: try again shortly")
         grant = connection.grant
-        return self._engine if grant is None else self._engine_of(grant.tenant, self._engine)
+        return self._engine if grant is None or grant.is_peer else self._engine_of(grant.tenant, self._engine)
 
     def _engine_of(self, tenant: str, engine: Engine) -> TenantEngine:
         """The engine with the namespaces of one tenant only."""

@@ -100,7 +100,7 @@ class ReadLane:
         if grant is None:
             return True
         known = engine.namespace(namespace) if engine is not None else None
-        return known is not None and known.tenant == grant.tenant
+        return known is not None and grant.may_see(known.tenant)
 
     def _answer(self, form: _Form, view: memoryview) -> bool:
         """Answers the GET in `view`; False, and nothing has happened, when it is not for here."""

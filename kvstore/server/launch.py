@@ -19,6 +19,7 @@ Verbs of ADMIN, arguments -> value (msgpack maps); ERROR where it fails:
     scrub       {"bytes_second": int} -> {"started": bool}
     drain       {"resume": bool} -> {"draining": bool}
     hold_writes  {"for_ns": int} -> {}: take puts and deletes for so long; the next one counts from its receipt
+    peer_token_set  {"token": bytes} -> {}: by which nodes of the cluster know each other; empty is none
     count_lookup  {"keys": int, "hits": int} -> {}: a lookup that the supervisor made of several workers
     view_set    the view as plain data -> {}
     shutdown    {"within_ns": int} -> {}: refuse new calls, finish those in progress within the time, close the drives,

@@ -125,10 +125,12 @@ class Seat:
 
         async def tell(worker: WorkerHandle) -> None:
             try:
+                peers = {"token": self._membership.peer_token}
+                await worker.channel.admin("peer_token_set", peers, deadline_ns=CONTROL_DEADLINE_NS)
                 arguments = {"for_ns": self._membership.writes_ns}
                 await worker.channel.admin("hold_writes", arguments, deadline_ns=CONTROL_DEADLINE_NS)
             except KVStoreError as error:
-                log.debug("worker not told of the lease: %s", error)
+                log.debug("worker not told of the cluster: %s", error)
 
         await asyncio.gather(*map(tell, fleet.workers))
 

@@ -52,20 +52,27 @@ class Grant:
     """What a bearer of a token may do; the supervisor's own connection, and every one of an open node, has none.
 
     Attributes:
-        tenant: whose namespaces are there for the bearer.
+        tenant: whose namespaces are there for the bearer; of a peer "".
         scopes: see `Scope`.
         token_hash: by which the grant is found again after a reload.
+        is_peer: the bearer is a node of this cluster: every tenant's namespaces are there for it.
     """
 
     tenant: str
     scopes: Scope
     token_hash: bytes
+    is_peer: bool = False
+
+    def may_see(self, tenant: str) -> bool:
+        """Whether the namespaces of a tenant are there for the bearer."""
+        return self.is_peer or tenant == self.tenant
 
     def require(self, scope: Scope, what: str) -> None:
         """Raises Denied when the token lacks a scope that `what` needs."""
         if scope not in self.scopes:
+            bearer = "a peer" if self.is_peer else f"tenant {self.tenant!r}"
             raise Denied(
-                f"{what} needs scope {scope_names(scope)}, the token of tenant {self.tenant!r} has "
+                f"{what} needs scope {scope_names(scope)}, the token of {bearer} has "
                 f"{scope_names(self.scopes)}; use another token, or give this one the scope in the tenants file"
             )
 

@@ -147,6 +147,15 @@ class Worker:
             self._book = book
             self._set_quotas()
 
+    def set_peer_token(self, token: bytes) -> None:
+        """By which nodes of the cluster know each other; connections that were made by the last one are closed."""
+        if token == self._plane.peer_token:
+            return  # it is told with each renewal of the lease
+        self._plane.peer_token = token
+        if self._tokens is not None:
+            self._tokens.tell_peer_token(token)
+            self._plane.renew_grants(self._tokens.renewed)
+
     def _set_quotas(self) -> None:
         """A node's quota of a tenant is divided evenly over its drives, as its capacity is."""
         quotas = {tenant.name: tenant.quota_bytes // self._launch.drives_of_node for tenant in self._book}

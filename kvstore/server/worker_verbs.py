@@ -80,6 +80,9 @@ class WorkerControl(Protocol):
     def set_tenants(self, book: TenantBook) -> None:
         """Who may do what from now on."""
 
+    def set_peer_token(self, token: bytes) -> None:
+        """By which nodes of the cluster know each other."""
+
 
 @dataclass(slots=True)
 class Started:
@@ -117,6 +120,7 @@ class WorkerVerbs:
             "view_set": self._view_set,
             "owner": self._owner,
             "tenants_set": self._tenants_set,
+            "peer_token_set": self._peer_token_set,
             "shutdown": self._shutdown,
         }
 
@@ -260,6 +264,10 @@ class WorkerVerbs:
 
     def _tenants_set(self, arguments: Arguments) -> Plain:
         self._control.set_tenants(TenantBook.from_plain(arguments))
+        return {}
+
+    def _peer_token_set(self, arguments: Arguments) -> Plain:
+        self._control.set_peer_token(_bytes(arguments, "token"))
         return {}
 
     def _shutdown(self, arguments: Arguments) -> Plain:

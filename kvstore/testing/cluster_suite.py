@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import pytest
 
+from kvstore.cluster.charter import PEER_TOKEN_NAME, draw
 from kvstore.cluster.store import ABSENT, Change, ClusterStore, Image
 from kvstore.errors import Closed, InvalidRequest, LeaseExpired, StaleView
 from kvstore.limits import SECOND_NS, STORE_VALUE_BYTES_MAX
@@ -119,6 +120,17 @@ class ClusterStoreSuite:
             await store.put("count", "0")
             await asyncio.gather(*(add(store) for _ in range(12)))
             assert (await store.load()).entries["count"].value == "12"
+
+        self.run(body)
+
+    def test_of_many_who_draw_at_once_all_hold_the_same(self) -> None:
+        async def body(store: ClusterStore) -> None:
+            drawn = await asyncio.gather(*(draw(store, PEER_TOKEN_NAME, f"token of {number}") for number in range(12)))
+            assert len(set(drawn)) == 1
+            assert (await store.load()).entries[PEER_TOKEN_NAME].value == drawn[0]
+            assert await draw(store, PEER_TOKEN_NAME, "later") == drawn[0]
+            await store.delete(PEER_TOKEN_NAME)
+            assert await draw(store, PEER_TOKEN_NAME, "anew") == "anew"
 
         self.run(body)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,13 +22,14 @@ from kvstore.cluster.catalog import (
     target_name,
     view_of,
 )
+from kvstore.cluster.charter import PEER_TOKEN_NAME
 from kvstore.cluster.etcd_client import EtcdClient
 from kvstore.cluster.etcd_store import EtcdClusterStore
 from kvstore.cluster.membership import Membership
 from kvstore.cluster.plain import encode
 from kvstore.cluster.registration import Registration, encode_registration
 from kvstore.cluster.settling import Periods
-from kvstore.cluster.store import Change, ClusterStore, Image
+from kvstore.cluster.store import NO_LEASE, Change, ClusterStore, Image
 from kvstore.cluster.store_address import EtcdAddress, EtcdSecrets
 from kvstore.cluster.view import ReplicaPolicy, Target, TargetState, View, encode_view
 from kvstore.errors import Unavailable
@@ -235,6 +237,37 @@ def test_nodes_find_each_other(shared_etcd: EtcdProcess) -> None:
             views = {encode_view(node.view) for node in cluster.nodes}
             assert len(views) == 1
             assert list(cluster.nodes[0].states().values()).count(SERVING) == 1  # the first; the others fill
+
+    run(body)
+
+
+def test_all_nodes_hold_one_peer_token_and_the_one_that_replaces_it(
+    shared_etcd: EtcdProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    async def body() -> None:
+        async with cluster_on(shared_etcd, 0, 1, 2) as cluster:
+
+            def tokens() -> set[bytes]:
+                return {node.member.peer_token for node in cluster.nodes}
+
+            store = cluster.open_store()
+            await until(lambda: len(tokens()) == 1 and b"" not in tokens())
+            (first,) = tokens()
+            entry = (await store.load()).entries[PEER_TOKEN_NAME]
+            assert (entry.value.encode(), entry.lease) == (first, NO_LEASE)
+            await store.put(PEER_TOKEN_NAME, "an operator's choice")
+            await until(lambda: tokens() == {b"an operator's choice"})
+            await store.put(PEER_TOKEN_NAME, "short")
+            await until(lambda: tokens() == {b""})  # guessable: nobody is a peer by it
+            await store.delete(PEER_TOKEN_NAME)
+            await until(lambda: len(tokens()) == 1 and b"" not in tokens())
+            (last,) = tokens()
+            assert last != first
+            await store.close()
+            for token in (first, last, b"an operator's choice"):
+                assert token.decode() not in caplog.text
 
     run(body)
 

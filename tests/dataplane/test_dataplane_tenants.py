@@ -23,6 +23,8 @@ from kvstore.types.namespace import Namespace
 from kvstore.types.results import ItemStatus, MissReason, RefusedReason
 from kvstore.wire.header import FrameType
 from kvstore.wire.messages import (
+    Admin,
+    AdminReply,
     Delete,
     Drop,
     End,
@@ -332,6 +334,48 @@ def test_a_connection_whose_token_is_revoked_is_closed_and_others_go_on(node: Gu
     assert kept.get(OURS.digest, [KEY])[1] == {0: VALUE}
     with pytest.raises(Denied):
         node.client(b"ours, all of it")
+
+
+# --- nodes of the same cluster ----------------------------------------------------------------------------------------
+PEER = b"a secret of the nodes of this cluster"
+
+
+@pytest.mark.parametrize("features", [Feature.NONE, Feature.FINAL_DATA])
+def test_a_peer_reads_and_writes_what_is_of_any_tenant_and_no_more(node: Guarded, features: Feature) -> None:
+    with pytest.raises(Denied, match="not known"):
+        node.client(PEER)
+    node.admission.tell_peer_token(PEER)
+    for at, token in enumerate((PEER[:-1], PEER + b"x", b"")):
+        with pytest.raises(Denied):
+            node.client(token)
+        assert node.denied(DeniedKind.WRONG_TOKEN) + node.denied(DeniedKind.NO_TOKEN) == 2 + at
+    peer = node.client(PEER, features=features)
+    for namespace in (OURS, THEIRS):
+        for _ in range(3):  # the lane judges the first request of a form
+            assert peer.get(namespace.digest, [KEY]) == (b"\0", {0: VALUE})
+        assert peer.put(namespace.digest, [KEY[::-1]], [VALUE])[0][0] in (ItemStatus.STORED, ItemStatus.EXISTS)
+    peer.register(NEVER.manifest())
+    assert node.engine.namespace(NEVER.digest) is not None
+    with pytest.raises(Denied, match="supervisor"):
+        peer.call(Admin(verb="drain", arguments=b"\x80"), AdminReply)
+    ours = node.client(b"ours, all of it")
+    assert ours.get(THEIRS.digest, [KEY]) == (ABSENT, {}), "it is the peer's grant, not the tenants'"
+
+
+def test_a_peer_token_that_is_replaced_closes_what_was_opened_with_it(node: Guarded) -> None:
+    node.admission.tell_peer_token(PEER)
+    peer, tenant = node.client(PEER), node.client(b"ours, all of it")
+    node.admission.tell(book_of(b"ours, all of it"))
+    node.lab.plane.renew_grants(node.admission.renewed)
+    assert peer.call(Ping(), Pong) == Pong(), "a reload of the tenants is nothing to it"
+    node.admission.tell_peer_token(b"another secret of the nodes")
+    node.lab.plane.renew_grants(node.admission.renewed)
+    with pytest.raises(Denied, match="revoked"):
+        peer.receive()
+    assert tenant.get(OURS.digest, [KEY])[1] == {0: VALUE}
+    with pytest.raises(Denied):
+        node.client(PEER)
+    assert node.client(b"another secret of the nodes").get(THEIRS.digest, [KEY])[1] == {0: VALUE}
 
 
 def with_scopes(token: bytes, scopes: Scope) -> TenantBook:

@@ -1,0 +1,130 @@
+"""Real nodes of one cluster with tenants: the secret of peers, and quotas that hold over all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvstore.cluster.charter import PEER_TOKEN_NAME
+from kvstore.cluster.store import ClusterStore
+from kvstore.cluster.store_address import open_cluster_store, parse_store_address
+from kvstore.errors import Denied, KVStoreError
+from kvstore.server.grpc_edge.client import ControlClient
+from kvstore.server.tenants import hash_of
+from kvstore.testing.cluster_suite import until
+from kvstore.testing.etcd_process import EtcdProcess
+from kvstore.testing.serve_process import ServeProcess
+from kvstore.types.layout import KVLayout
+from kvstore.types.namespace import Namespace
+from kvstore.types.results import Exists, Hit, Stored
+from kvstore_client import KVClient
+
+CHUNK_BYTES = 64 * 1024
+TOKENS = {"ours": "ours: everything our inference needs", "theirs": "theirs: everything they need"}
+ROOT = "operators: the administration"
+
+
+class Nodes:
+    """Nodes of one cluster, all with the same tenants."""
+
+    def __init__(self, folder: Path, stack: ExitStack, etcd: EtcdProcess, *names: str, quota: str = "0") -> None:
+        self.address = f"etcd://{etcd.members}/{folder.name}"
+        self.tenants = folder / "tenants.json"
+        self.write_tenants(quota)
+        self.nodes: dict[str, ServeProcess] = {}
+        for name in names:
+            (folder / name).mkdir()
+            place = ("--cluster", self.address, "--node-id", name, "--tenants", str(self.tenants))
+            self.nodes[name] = stack.enter_context(ServeProcess(folder / name, *place, "--lease-ttl", "3s"))
+        for node in self.nodes.values():
+            node.wait_ready()
+
+    def write_tenants(self, quota: str) -> None:
+        tenants: list[object] = [
+            {
+                "name": name,
+                "quota": quota,
+                "tokens": [{"scopes": ["read", "write"], "sha256": hash_of(token.encode()).hex()}],
+            }
+            for name, token in TOKENS.items()
+        ]
+        tenants.append({"name": "operators", "tokens": [{"scopes": ["admin"], "sha256": hash_of(ROOT.encode()).hex()}]})
+        self.tenants.write_text(json.dumps({"tenants": tenants}))
+
+    def open_store(self) -> ClusterStore:
+        return open_cluster_store(parse_store_address(self.address))
+
+    def control(self, name: str) -> ControlClient:
+        return ControlClient(self.nodes[name].wait_ready().grpc, token=ROOT.encode())
+
+    def client(self, name: str, token: str) -> KVClient:
+        return KVClient.connect(self.nodes[name].wait_ready().data[0], token=token, deadline=10)
+
+    def see_each_other(self) -> bool:
+        found = []
+        for name in self.nodes:
+            with self.control(name) as control:
+                found.append(sorted(target.node_id for target in control.view().targets))
+        return found == [sorted(self.nodes)] * len(self.nodes)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, shared_etcd: EtcdProcess) -> Iterator[Nodes]:
+    with ExitStack() as stack:
+        yield Nodes(tmp_path, stack, shared_etcd, "a", "b")
+
+
+def namespace_of(tenant: str) -> Namespace:
+    layout = KVLayout.opaque(chunk_bytes=CHUNK_BYTES, chunk_tokens=1, run_bytes=CHUNK_BYTES)
+    return Namespace(tenant=tenant, model="m", weights="w", layout=layout)
+
+
+def is_admitted(nodes: Nodes, name: str, token: str) -> bool:
+    try:
+        with nodes.client(name, token):
+            return True
+    except Denied:
+        return False
+
+
+def test_the_peer_token_opens_every_node_for_peers_and_shows_nowhere(nodes: Nodes) -> None:
+    async def body() -> None:
+        store = nodes.open_store()
+        await until(lambda: _is(nodes.see_each_other()))
+        first = (await store.load()).entries[PEER_TOKEN_NAME].value
+        await until(lambda: _is(all(is_admitted(nodes, name, first) for name in nodes.nodes)))
+        ours = namespace_of("ours")
+        with nodes.client("a", TOKENS["ours"]) as client:
+            space = client.namespace(ours)
+            (result,) = space.put(space.keys([1]), [b"v" * CHUNK_BYTES])
+            assert isinstance(result, Stored | Exists)
+        with nodes.client("b", first) as peer:
+            space = peer.namespace(ours)
+            assert [type(one) for one in space.get_into(space.keys([1]), [bytearray(CHUNK_BYTES)])] == [Hit]
+        with pytest.raises(KVStoreError), ControlClient(nodes.nodes["a"].wait_ready().grpc, token=first.encode()) as c:
+            c.report()  # the control plane knows tenants only
+        await store.put(PEER_TOKEN_NAME, "another secret for all the nodes")
+        await until(lambda: _is(all(is_admitted(nodes, name, "another secret for all the nodes") for name in "ab")))
+        assert not any(is_admitted(nodes, name, first) for name in "ab")
+        assert is_admitted(nodes, "a", TOKENS["ours"])
+        await store.close()
+        for name, node in nodes.nodes.items():
+            with nodes.control(name) as control:
+                report = control.report()
+            shown = [node.log, repr(report), *map(command_line, [report.pid, *(one.pid for one in report.workers)])]
+            assert not any(token in text for text in shown for token in (first, "another secret for all the nodes"))
+
+    asyncio.run(body())
+
+
+def command_line(pid: int) -> str:
+    return "".join(Path(f"/proc/{pid}/{what}").read_text() for what in ("cmdline", "environ"))
+
+
+async def _is(value: bool) -> bool:
+    return value
