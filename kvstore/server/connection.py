@@ -32,6 +32,7 @@ from kvstore.server.loop import BROKEN, READABLE, WRITABLE, Loop
 from kvstore.server.tenants import Grant, Scope
 from kvstore.telemetry.logs import RepeatLogger
 from kvstore.telemetry.metrics import DataplaneMetrics, error_index
+from kvstore.transport.base import PlaceChannel
 from kvstore.transport.shm_node import ShmNodeChannel, node_channel
 from kvstore.transport.shm_regions import MappedMemory
 from kvstore.types.flow import FlowClass
@@ -88,6 +89,7 @@ class Connection:
         ends_with_data: Feature.FINAL_DATA was agreed on.
         takes_data_crcs: Feature.DATA_CRCS was.
         shares_memory: Feature.SHARED_MEMORY was agreed on.
+        placing: the channel, where it reaches into the client's memory.
         call: the request in progress.
         due_ns: when it is closed unless something arrives before (HELLO, idle and lingering limits).
         clock: monotonic; for durations, where the time of the turn is too coarse.
@@ -117,6 +119,7 @@ class Connection:
         "is_admin",
         "is_closed",
         "metrics",
+        "placing",
         "session",
         "shares_memory",
         "takes_data_crcs",
@@ -143,6 +146,7 @@ class Connection:
         self.ends_with_data = False
         self.takes_data_crcs = False
         self.shares_memory = False
+        self.placing: PlaceChannel | None = None
         self.call: Call | None = None
         self.due_ns = due_ns
         self.in_turn = False
@@ -448,7 +452,9 @@ class Connection:
         """HELLO was accepted, and these features were agreed on."""
         self.ends_with_data = Feature.FINAL_DATA in features
         self.takes_data_crcs = Feature.DATA_CRCS in features
-        self.shares_memory = Feature.SHARED_MEMORY in features and isinstance(self.channel, ShmNodeChannel)
+        if Feature.SHARED_MEMORY in features and isinstance(self.channel, ShmNodeChannel):
+            self.shares_memory = True
+            self.placing = self.channel
         self.client = client
         self.flow = flow
         self.channel.reader.allow_bodies(FRAME_BODY_BYTES_MAX)

@@ -35,6 +35,7 @@ from kvstore.server.admission import Admission, agreed_version, guarded, own_cli
 from kvstore.server.clients import Client, Clients
 from kvstore.server.connection import Connection
 from kvstore.server.loop import READABLE, Loop
+from kvstore.server.place_calls import drop_regions, start_get_into, start_offer_from
 from kvstore.server.puts import start_offer
 from kvstore.server.reads import start_get
 from kvstore.server.tenant_engine import TenantEngine
@@ -435,16 +436,16 @@ class DataPlane:
         self.metrics.shared_bytes = self.shared_memory.mapped_bytes
 
     def _region_drop(self, connection: Connection, frame: Frame) -> None:
-        shm_calls.drop_regions(connection, frame.body)
+        drop_regions(connection, frame.body)
         self.metrics.shared_bytes = self.shared_memory.mapped_bytes
 
     def _get_into(self, connection: Connection, frame: Frame) -> None:
-        if shm_calls.start_get_into(connection, frame.body, self._serving(connection), now_ns=self.now_ns):
+        if start_get_into(connection, frame.body, self._serving(connection), now_ns=self.now_ns):
             self._engine_is_due = True
 
     def _offer_from(self, connection: Connection, frame: Frame) -> None:
         self._check_epoch(frame)
-        shm_calls.start_offer_from(
+        start_offer_from(
             connection,
             frame.body,
             self._serving(connection),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvstore.engine.api import CachedItem, Engine, NamespaceRef, Parcel, ParcelSource, ReadHandle, ReadSpec, ReadyItem
+from kvstore.engine.api import CachedItem, Engine, NamespaceRef, Parcel, ParcelSource, ReadSpec, ReadyItem
 from kvstore.limits import (
     DIGEST_BYTES,
     FRAME_AIM_BYTES,
@@ -17,6 +16,7 @@ from kvstore.limits import (
     SLICES_PER_FRAME_MAX,
 )
 from kvstore.server.call import Call, end_absent, end_read
+from kvstore.server.piece_call import OPEN, PieceCall
 from kvstore.telemetry.metrics import DataplaneMetrics, Verb
 from kvstore.types.results import MissReason
 from kvstore.wire.expected import plain_get
@@ -29,45 +29,19 @@ if TYPE_CHECKING:
     from kvstore.server.connection import Connection, OnSent
 
 _new_slice = tuple.__new__  # a third of what the constructor of a named tuple costs
-_OPEN = int(MissReason.DEADLINE)  # what an item counts as that was neither sent nor missed when the call ends
 
 
-class ReadCall(Call):
-    """One GET. The engine delivers verified pieces and parcels, within its window; a frame of them goes out each turn.
+class ReadCall(PieceCall):
+    """One GET. Pieces and parcels go out as DATA, a frame each turn; they are held until the socket has taken them."""
 
-    They are held until the socket has taken them, then released, which lets the engine go on.
-    """
-
-    __slots__ = (
-        "_cut_at",
-        "_finished",
-        "_handle",
-        "_is_whole",
-        "_metrics",
-        "_parcels",
-        "_pieces",
-        "_sent_parcels",
-        "_starting",
-        "_statuses",
-    )
+    __slots__ = ("_cut_at", "_is_whole", "_metrics", "_parcels", "_sent_parcels")
 
     def __init__(
         self, connection: Connection, count: int, metrics: DataplaneMetrics, *, now_ns: int, deadline_ns: int
     ) -> None:
-        # what Call's constructor does, in line: one is made for every GET
-        self.connection = connection
-        self.verb = Verb.GET
-        self.request_id = connection.session.request_id
-        self.started_ns = now_ns
-        self.deadline_ns = deadline_ns
-        self.over = False
-        self._starting = True
+        super().__init__(connection, count, now_ns=now_ns, deadline_ns=deadline_ns)
         self._metrics = metrics
-        self._statuses = bytearray([_OPEN]) * count
-        self._pieces: deque[ReadyItem] = deque()
         self._cut_at = 0  # bytes of the first piece that went out in earlier frames
-        self._finished = False
-        self._handle: ReadHandle | None = None
         self._parcels: ParcelSource | None = None  # while some have landed
         self._sent_parcels: list[Parcel] = []  # only what they were of is looked at
         self._is_whole = False  # no ranges, any copy: the last frame may end the call
@@ -80,25 +54,11 @@ class ReadCall(Call):
         self._starting = False
 
     def start(self, engine: Engine, spec: ReadSpec, now_ns: int) -> bool:
-        """Begins; True when the engine has delivered everything already. What it has is sent at once, a frame of it."""
+        """See `PieceCall.start`."""
         self._is_whole = spec.ranges is None and spec.content_ids is None and self.connection.ends_with_data
-        self._handle = engine.read(spec, self, now_ns=now_ns)
-        self._starting = False
-        is_delivered = self._finished
-        if self._pieces or is_delivered:
-            self.connection.send_now()
-        return is_delivered
+        return super().start(engine, spec, now_ns)
 
     # --- ReadSink ---------------------------------------------------------------------------------------------------
-    def ready(self, item: ReadyItem) -> None:
-        """A piece to send."""
-        if self.over:
-            item.release()
-            return
-        self._pieces.append(item)
-        if not self._starting and not self.connection.in_turn:
-            self.connection.request_send()
-
     def landed(self, source: ParcelSource) -> None:
         """Records to take, right before they are sent."""
         self._parcels = source
@@ -109,12 +69,6 @@ class ReadCall(Call):
         """An item that will not come; END says so."""
         self._statuses[index] = reason
         self._is_whole = False
-
-    def finished(self) -> None:
-        """Nothing more comes."""
-        self._finished = True
-        if not self._starting:
-            self.connection.request_send()
 
     # --- Call -------------------------------------------------------------------------------------------------------
     def has_output(self) -> bool:
@@ -128,24 +82,13 @@ class ReadCall(Call):
         if self._finished and not self._pieces and not self.over:
             self._end()
 
-    def cancel(self) -> None:
-        self.release()
-        self._end()
-
-    def overdue(self) -> None:
-        self.close_unread()
-
     def release(self) -> None:
         self._parcels = None
-        if self._handle is not None and not self._finished:
-            self._handle.cancel()
-        pieces, self._pieces = self._pieces, deque()
         if self._cut_at:
             # earlier slices of this piece may still be queued: its memory is theirs
-            self.connection.channel.writer.when_sent(pieces.popleft().release)
+            self.connection.channel.writer.when_sent(self._pieces.popleft().release)
             self._cut_at = 0
-        for item in pieces:
-            item.release()
+        super().release()
 
     def _send_parcel(self, parcels: ParcelSource) -> None:
         """Sends the next parcel: it is checked now, when the socket takes it."""
@@ -256,7 +199,7 @@ class ReadCall(Call):
         for parcel in self._sent_parcels:
             for index in parcel.indices:
                 self._statuses[index] = 0
-        end_read(self, bytes(self._statuses))
+        super()._end()
 
 
 class _Behind:
@@ -346,7 +289,7 @@ class MemoryCall(Call):
     def cancel(self) -> None:
         """Ends with what was sent; the rest is past its deadline."""
         self.release()
-        end_read(self, bytes(self._at) + bytes([_OPEN]) * (self._count - self._at))
+        end_read(self, bytes(self._at) + bytes([OPEN]) * (self._count - self._at))
 
     def overdue(self) -> None:
         self.close_unread()

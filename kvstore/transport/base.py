@@ -14,6 +14,7 @@ from typing import Protocol
 
 from kvstore.wire.frames import Frame
 from kvstore.wire.schema import Message
+from kvstore.wire.shared import Place
 from kvstore.wire.slices import Slice
 
 
@@ -99,3 +100,34 @@ class NodeChannel(Channel, Protocol):
 
     def unfetch(self) -> None:
         """Forgets all landings: the call is over. Payload on its way is thrown away; no landing is written any more."""
+
+
+class PlaceChannel(NodeChannel, Protocol):
+    """A node's end that reaches into the client's memory: calls name places there, and payload goes by itself."""
+
+    @property
+    def has_room(self) -> bool:
+        """More may be delivered now; when there is room again, the connection gets a turn to send."""
+
+    @property
+    def is_moving(self) -> bool:
+        """Some of what was delivered is not in its place yet; the connection gets a turn to send when it is."""
+
+    def drop_regions(self, regions: Sequence[int]) -> None:
+        """The client does not name these regions any more; unknown ones are passed over."""
+
+    def place_into(self, places: Sequence[Place], request_id: int) -> Sequence[memoryview] | None:
+        """What is delivered for this request goes into these places, one for each item.
+
+        Returns:
+            Their memory, for reads from the drive straight into it; None where there is none to be had.
+
+        Raises:
+            InvalidRequest: A place outside of the client's regions.
+        """
+
+    def take_from(self, places: Sequence[Place], request_id: int) -> None:
+        """What this request puts is fetched from these places, one for each item. Raises InvalidRequest."""
+
+    def halt(self) -> None:
+        """The read in progress is given up: from now on nothing of what was delivered is moved."""

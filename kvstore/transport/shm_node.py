@@ -78,7 +78,7 @@ class DescriptorSocket(socket.socket):
 
 
 class ShmNodeChannel(TcpNodeChannel):
-    """See `kvstore.transport.base.NodeChannel`; the client is on this host."""
+    """See `kvstore.transport.base.PlaceChannel`; the client is on this host."""
 
     __slots__ = ("_descriptors", "_places", "_places_id", "_regions", "_taken_from", "_taken_id")
 
@@ -150,6 +150,19 @@ class ShmNodeChannel(TcpNodeChannel):
     def _forget_places(self) -> None:
         self._places = self._taken_from = ()
         self._places_id = self._taken_id = -1
+
+    @property
+    def has_room(self) -> bool:
+        """See `PlaceChannel`: what is delivered is in its place at once."""
+        return True
+
+    @property
+    def is_moving(self) -> bool:
+        """See `PlaceChannel`."""
+        return False
+
+    def halt(self) -> None:
+        """See `PlaceChannel`."""
 
     # --- NodeChannel ------------------------------------------------------------------------------------------------
     def deliver(

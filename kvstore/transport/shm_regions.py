@@ -12,8 +12,9 @@ import os
 import weakref
 from collections import defaultdict
 
-from kvstore.errors import InvalidRequest, Overloaded
+from kvstore.errors import Overloaded
 from kvstore.limits import PAGE_BYTES, REGION_BYTES_MAX, REGION_BYTES_PER_CLIENT_MAX, REGIONS_PER_CONNECTION_MAX
+from kvstore.transport.regions import RegionTable
 from kvstore.transport.shm import Peer, open_memory
 from kvstore.wire.shared import Place
 
@@ -65,10 +66,12 @@ class Regions:
     def __init__(self, memory: MappedMemory, peer: Peer) -> None:
         self._memory = memory
         self._peer = peer
-        self._views: dict[int, memoryview] = {}
+        self._table: RegionTable[memoryview] = RegionTable(
+            regions_max=REGIONS_PER_CONNECTION_MAX, unit_bytes=PAGE_BYTES
+        )
 
     def __len__(self) -> int:
-        return len(self._views)
+        return len(self._table)
 
     def add(self, region: int, fd: int, length_bytes: int) -> None:
         """Takes a client's memory; `fd` is closed in any case.
@@ -78,35 +81,19 @@ class Regions:
             Overloaded: A bound.
         """
         try:
-            if region in self._views:
-                raise InvalidRequest(f"region {region} is in use on this connection: choose another number")
-            if len(self._views) >= REGIONS_PER_CONNECTION_MAX:
-                raise Overloaded(
-                    f"{len(self._views)} regions are open on this connection, the limit is "
-                    f"{REGIONS_PER_CONNECTION_MAX}: drop some, or share larger ones"
-                )
-            self._views[region] = memoryview(self._memory.map(fd, length_bytes, self._peer))
+            self._table.check_new(region)
+            self._table.add(region, memoryview(self._memory.map(fd, length_bytes, self._peer)), length_bytes)
         finally:
             os.close(fd)
 
     def drop(self, region: int) -> None:
         """Forgets a region; unmapped as soon as no transfer uses it. Unknown ones are passed over."""
-        self._views.pop(region, None)
+        self._table.drop(region)
 
     def view(self, place: Place) -> memoryview:
         """The memory of a place. Raises InvalidRequest for a place outside of the client's regions."""
-        region, offset, length_bytes = place
-        whole = self._views.get(region)
-        if whole is None:
-            raise InvalidRequest(f"region {region} is not open on this connection: send REGION first")
-        end = offset + length_bytes
-        if end > len(whole) or offset % PAGE_BYTES:
-            raise InvalidRequest(
-                f"place at {offset} of {length_bytes} bytes in region {region}, which has {len(whole)}; places lie "
-                f"inside and begin at a multiple of {PAGE_BYTES}"
-            )
-        return whole[offset:end]
+        return self._table.find(place)[place.offset : place.offset + place.length_bytes]
 
     def close(self) -> None:
         """Forgets all of them."""
-        self._views.clear()
+        self._table.clear()
