@@ -480,12 +480,14 @@ class DataPlane:
         self._engine_is_due = True
 
     def _writer_commit(self, connection: Connection, frame: Frame) -> None:
-        self._check_fence()
         self.metrics.calls[Verb.WRITER] += 1
         commit = WriterCommit.decode(frame.body)
         call = WriterCommitCall(connection, _client_of(connection), commit, now_ns=self.now_ns)
         connection.call = call
-        call.start()
+        if self.now_ns >= self.fenced_from_ns:
+            call.refuse_all(Refused(RefusedReason.FENCED, self._words_of_fence()))
+        else:
+            call.start()
         self._engine_is_due = True
 
     def _writer_abort(self, connection: Connection, frame: Frame) -> None:
@@ -545,7 +547,7 @@ class DataPlane:
         if self.is_draining:
             return Refused(RefusedReason.DRAINING, f"node {self._identity.node_id} is draining: write to another")
         if self.now_ns >= self.fenced_from_ns:
-            return Refused(RefusedReason.DRAINING, self._words_of_fence())
+            return Refused(RefusedReason.FENCED, self._words_of_fence())
         return None
 
 

@@ -236,6 +236,12 @@ class WriterCommitCall(Call):
         self._ended: set[int] = set()
         self._outcomes = Outcomes()
 
+    def refuse_all(self, refusal: Refused) -> None:
+        """No writer is committed; they stay open."""
+        for item in range(self._count):
+            self._end(item, refusal)
+        self.connection.request_send()
+
     def start(self) -> None:
         """
         Raises:

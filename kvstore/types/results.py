@@ -38,6 +38,7 @@ class RefusedReason(IntEnum):
     UNKNOWN_NAMESPACE = 39
     INVALID = 40
     DENIED = 41
+    FENCED = 42
 
 
 class ItemStatus(IntEnum):

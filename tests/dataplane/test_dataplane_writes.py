@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvstore.engine.api import NamespaceRef
-from kvstore.errors import Denied, InvalidRequest, StaleView, Unavailable
+from kvstore.errors import Denied, InvalidRequest, StaleView
 from kvstore.limits import (
     INLINE_PUT_BYTES_MAX,
     LINGER_NS,
@@ -552,8 +552,8 @@ def test_a_fenced_node_commits_no_writer_that_was_open_before(
     value = os.urandom(4096)
     write(client, writer_id, value, 0, 4096)
     lab.plane.fenced_from_ns = 0
-    with pytest.raises(Unavailable, match="is fenced"):
-        commit(client, [writer_id], [value])
+    ((_, status, detail),) = commit(client, [writer_id], [value])
+    assert (status, "is fenced" in detail) == (RefusedReason.FENCED, True)
     lab.plane.fenced_from_ns = 1 << 62
     assert [status for _, status, _ in commit(client, [writer_id], [value])] == [ItemStatus.STORED]
 

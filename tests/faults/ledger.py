@@ -71,6 +71,7 @@ _DEFINITE = {
     RefusedReason.UNKNOWN_NAMESPACE,
     RefusedReason.INVALID,
     RefusedReason.DENIED,
+    RefusedReason.FENCED,
 }
 
 
