@@ -13,7 +13,7 @@ import ssl
 import subprocess
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,7 @@ from typing import Final, Self
 
 _WAIT_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.05
+_FIRST_PORT: Final = 2379
 _HEARTBEAT_MS: Final = 100
 _ELECTION_MS: Final = 1_000
 """etcd's own values: shorter ones lose their leader on a busy machine, and a lease's shortest time depends on them."""
@@ -52,13 +53,28 @@ def make_certificates(folder: Path) -> Certificates:
 class EtcdProcess:
     """An etcd of `count` members. A context manager that kills what is left of it."""
 
-    def __init__(self, folder: Path, *, count: int = 1, certificates: Certificates | None = None) -> None:
-        """Start it; data and logs lie in `folder`. Returns when every member answers."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        count: int = 1,
+        certificates: Certificates | None = None,
+        host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """Start it; data and logs lie in `folder`. Returns when every member answers.
+
+        Args:
+            host: Address that the members listen on; one beyond loopback is a place where nobody else listens.
+            prefix: Command that runs what follows it at that place (`NetPlace.prefix`).
+        """
         self._folder = folder
         self._certificates = certificates
-        ports = _free_ports(2 * count)
+        self._host = host
+        self._prefix = tuple(prefix)
+        ports = list(range(_FIRST_PORT, _FIRST_PORT + 2 * count)) if prefix else _free_ports(2 * count)
         self.ports = ports[:count]
-        self._peers = {f"m{at}": f"http://127.0.0.1:{port}" for at, port in enumerate(ports[count:])}
+        self._peers = {f"m{at}": f"http://{host}:{port}" for at, port in enumerate(ports[count:])}
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * count
         self._is_frozen = [False] * count
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,14 +90,14 @@ class EtcdProcess:
     @property
     def members(self) -> str:
         """ "host:port" of the members, with commas."""
-        host = "localhost" if self._certificates else "127.0.0.1"
+        host = "localhost" if self._certificates else self._host
         return ",".join(f"{host}:{port}" for port in self.ports)
 
     def start(self, member: int) -> None:
         """Start a member that does not run, with the data it left."""
         name = f"m{member}"
         scheme = "https" if self._certificates else "http"
-        url = f"{scheme}://127.0.0.1:{self.ports[member]}"
+        url = f"{scheme}://{self._host}:{self.ports[member]}"
         flags = {
             "--name": name,
             "--data-dir": str(self._folder / name),
@@ -106,7 +122,7 @@ class EtcdProcess:
             arguments.append("--client-cert-auth")
         with (self._folder / f"{name}.log").open("ab") as log:
             self._processes[member] = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", "etcd", *arguments],
+                ["setpriv", "--pdeathsig", "KILL", *self._prefix, "etcd", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -170,9 +186,22 @@ class EtcdProcess:
             shutil.rmtree(self._folder / name)
         self.restart_all()
 
+    def wait_led(self) -> None:
+        """Until a member that runs, and is not frozen, leads."""
+        until = time.monotonic() + _WAIT_SECONDS
+        while True:
+            try:
+                self.leader()
+                return
+            except (AssertionError, OSError):
+                assert time.monotonic() < until, "the members that are left have no leader"
+                time.sleep(_POLL_SECONDS)
+
     def leader(self) -> int:
-        """Which member leads."""
-        for member in range(len(self.ports)):
+        """Which member leads, of those that run and are not frozen."""
+        for member, process in enumerate(self._processes):
+            if process is None or self._is_frozen[member]:
+                continue
             status = self.post(member, "/v3/maintenance/status", {})
             header = status["header"]
             assert isinstance(header, dict)
@@ -203,7 +232,7 @@ class EtcdProcess:
         process.send_signal(number)
 
     def _url(self, member: int) -> str:
-        place = "https://localhost" if self._certificates else "http://127.0.0.1"
+        place = "https://localhost" if self._certificates else f"http://{self._host}"
         return f"{place}:{self.ports[member]}"
 
     def _context(self) -> ssl.SSLContext | None:

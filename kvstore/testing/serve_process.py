@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -32,8 +32,18 @@ class Ready:
 class ServeProcess:
     """One supervisor with its workers. A context manager that kills what is left of it."""
 
-    def __init__(self, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
-        """Start it; data, ready file and log lie in `folder`. `arguments` come after the usual ones, and win."""
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """Start it; data, ready file and log lie in `folder`. `arguments` come after the usual ones, and win.
+
+        Args:
+            prefix: Command that runs what follows it in its own place, such as `NetPlace.prefix`.
+        """
         self.ready_path = folder / "ready.json"
         self.log_path = folder / "serve.log"
         usual = {
@@ -50,7 +60,7 @@ class ServeProcess:
         flags = [piece for flag, value in usual.items() for piece in ((flag, value) if value else (flag,))]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvstore", "serve", *flags],
+                [*prefix, sys.executable, "-m", "kvstore", "serve", *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -1,0 +1,218 @@
+"""Networks under test: places with an address of their own, and faults between them. Needs root.
+
+Each place is a network namespace that lives as long as a small process of ours (PR_SET_PDEATHSIG): whatever ends this
+process, the kernel takes namespaces, wires and rules away with it. All places hang on one bridge, which lies in a
+namespace as well; this process reaches them over a wire of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+_WAIT_SECONDS: Final = 30.0
+_POLL_SECONDS: Final = 0.01
+_SUBNETS: Final = 250
+_FIRST_HOST: Final = 10
+_PLACES_MAX: Final = 240
+_BRIDGE: Final = "br0"
+_FRAME_BYTES_MAX: Final = 64 * 1024
+_RULES: Final = """
+table ip lab {
+  chain inward { type filter hook input priority 0; }
+  chain outward { type filter hook output priority 0; }
+}
+flush table ip lab
+"""
+
+
+class NamespacesUnavailable(RuntimeError):
+    """This process may not make network namespaces; the message says what is missing."""
+
+
+@dataclass(slots=True, kw_only=True)
+class NetPlace:
+    """A network namespace with one address. Made by `NetLab.add`.
+
+    Attributes:
+        prefix: Command that runs what follows it inside.
+    """
+
+    name: str
+    address: str
+    holder: subprocess.Popen[bytes]
+    blocked: set[str] = field(default_factory=set)
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """Command that runs what follows it inside."""
+        return "nsenter", f"--net=/proc/{self.holder.pid}/ns/net"
+
+
+class NetLab:
+    """A bridge and its places. A context manager.
+
+    Attributes:
+        outside: Address of this process's own end, which clients outside of any place connect from.
+    """
+
+    def __init__(self) -> None:
+        """Raises NamespacesUnavailable where this process is not root, or a program is missing."""
+        if os.geteuid() != 0:
+            raise NamespacesUnavailable(f"network namespaces need root, this is user {os.geteuid()}; run as root")
+        self._places: dict[str, NetPlace] = {}
+        self._hub = _hold()
+        try:
+            self._wire, subnet = self._join_outside()
+            self._subnet = f"10.222.{subnet}"
+            self.outside = f"{self._subnet}.1"
+            _run(*self._inside(self._hub), "ip", "link", "add", "name", _BRIDGE, "type", "bridge")
+            self._hub_batch(f"link set dev {_BRIDGE} up", f"link set dev {self._wire} master {_BRIDGE} up")
+            _batch((), f"addr add {self.outside}/24 dev {self._wire}", f"link set dev {self._wire} up")
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, name: str) -> NetPlace:
+        """A new place. `name` is a letter and at most ten more letters or digits."""
+        assert name.isalnum(), f"{name!r} is no name of a place"
+        assert len(name) <= 11, f"{name!r} is too long for a name of a place"
+        assert name not in self._places, f"place {name} is there"
+        assert len(self._places) < _PLACES_MAX, "too many places"
+        place = NetPlace(name=name, address=f"{self._subnet}.{_FIRST_HOST + len(self._places)}", holder=_hold())
+        self._places[name] = place
+        self._hub_batch(f"link add name {name} type veth peer name eth0 netns {place.holder.pid}")
+        self._hub_batch(f"link set dev {name} master {_BRIDGE} up")
+        _batch(place.prefix, "link set lo up", f"addr add {place.address}/24 dev eth0", "link set eth0 up")
+        return place
+
+    def block(self, place: NetPlace, addresses: Iterable[str]) -> None:
+        """Nothing passes between a place and these addresses, in either direction and without a word."""
+        place.blocked |= set(addresses)
+        self._filter(place)
+
+    def unblock(self, place: NetPlace, addresses: Iterable[str]) -> None:
+        """Undo `block`."""
+        place.blocked -= set(addresses)
+        self._filter(place)
+
+    def cut(self, place: NetPlace) -> None:
+        """Pull a place's cable: nobody hears from it any more."""
+        self._hub_batch(f"link set dev {place.name} down")
+
+    def mend(self, place: NetPlace) -> None:
+        """Put the cable back."""
+        self._hub_batch(f"link set dev {place.name} up")
+
+    def limit(self, place: NetPlace, *, bytes_per_s: int) -> None:
+        """What a place sends passes at this rate at most, as through a slow network card."""
+        burst_bytes = max(2 * _FRAME_BYTES_MAX, bytes_per_s // 100)
+        shape = ("rate", f"{bytes_per_s * 8}bit", "burst", f"{burst_bytes}b", "latency", "200ms")
+        _run(*place.prefix, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *shape)
+
+    def close(self) -> None:
+        """Takes everything away. Idempotent."""
+        for place in self._places.values():
+            _end(place.holder)
+        self._places.clear()
+        _end(self._hub)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _join_outside(self) -> tuple[str, int]:
+        """A wire from here to the bridge. Its name stands for its subnet, so that two labs never share one."""
+        for subnet in random.sample(range(_SUBNETS), _SUBNETS):
+            wire = f"kvlab{subnet}"
+            peer = ("type", "veth", "peer", "name", wire, "netns", str(self._hub.pid))
+            made = _try("ip", "link", "add", wire, *peer)
+            if made.returncode == 0:
+                return wire, subnet
+            if b"exists" not in made.stderr:
+                raise NamespacesUnavailable(f"no veth pair can be made: {made.stderr.decode().strip()}")
+        raise NamespacesUnavailable(f"all {_SUBNETS} subnets 10.222.0.0/16 are in use by other labs")
+
+    def _filter(self, place: NetPlace) -> None:
+        rules = [
+            f"add rule ip lab {chain} ip {end} {address} drop"
+            for address in sorted(place.blocked)
+            for chain, end in (("inward", "saddr"), ("outward", "daddr"))
+        ]
+        _run(*place.prefix, "nft", "-f", "-", words="\n".join((_RULES, *rules, "")))
+
+    def _hub_batch(self, *lines: str) -> None:
+        _batch(self._inside(self._hub), *lines)
+
+    @staticmethod
+    def _inside(holder: subprocess.Popen[bytes]) -> tuple[str, ...]:
+        return "nsenter", f"--net=/proc/{holder.pid}/ns/net"
+
+
+def _hold() -> subprocess.Popen[bytes]:
+    """A process in a network namespace of its own, which is the namespace's whole life."""
+    try:
+        holder = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sleep", "infinity"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except FileNotFoundError as error:
+        raise NamespacesUnavailable(f"{error.filename} is not installed: apt-get install util-linux") from error
+    ours, theirs = os.readlink("/proc/self/ns/net"), Path(f"/proc/{holder.pid}/ns/net")
+    until = time.monotonic() + _WAIT_SECONDS
+    while _read_link(theirs) in ("", ours):
+        if holder.poll() is not None:
+            assert holder.stderr is not None
+            raise NamespacesUnavailable(f"no network namespace: {holder.stderr.read().decode().strip()}")
+        assert time.monotonic() < until, "unshare does not come to an end"
+        time.sleep(_POLL_SECONDS)
+    return holder
+
+
+def _end(holder: subprocess.Popen[bytes]) -> None:
+    holder.kill()
+    holder.wait()
+    if holder.stderr is not None:
+        holder.stderr.close()
+
+
+def _read_link(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except FileNotFoundError:
+        return ""
+
+
+def _batch(prefix: Sequence[str], *lines: str) -> None:
+    """Several commands of ip(8) at once."""
+    _run(*prefix, "ip", "-batch", "-", words="\n".join((*lines, "")))
+
+
+def _run(*command: str, words: str = "") -> None:
+    done = _try(*command, words=words)
+    if done.returncode:
+        raise NamespacesUnavailable(f"{' '.join(command)} failed: {done.stderr.decode().strip()}")
+
+
+def _try(*command: str, words: str = "") -> subprocess.CompletedProcess[bytes]:
+    environment = os.environ | {"PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+    try:
+        return subprocess.run(command, input=words.encode(), capture_output=True, timeout=60, env=environment)
+    except FileNotFoundError as error:
+        raise NamespacesUnavailable(
+            f"{error.filename} is not installed: apt-get install iproute2 nftables util-linux"
+        ) from error
