@@ -24,7 +24,7 @@ _MATCH_EVERY: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call. `began_s` and `seconds` are of the monotonic clock; `reasons` are those of items that did not succeed."""
+    """One call. Times are of the monotonic clock; `reasons` are those of items that did not succeed."""
 
     verb: str
     began_s: float
