@@ -186,6 +186,13 @@ SHUTDOWN_NS_MAX: Final = 600 * SECOND_NS
 
 # --- cluster ---------------------------------------------------------------------------------------------------
 COPIES_MAX: Final = 3
+HEADS_ITEMS_MAX: Final = 1_024  # of one HEADS
+FORGET_KEYS_MAX: Final = 16_384  # of one FORGET
+PULL_QUEUE_RECORDS_MAX: Final = 65_536  # that wait to be copied to one worker
+PULL_BATCH_RECORDS: Final = 64  # asked of a source at once
+PULL_FAILURES_MAX: Final = 6  # of a source in a row: 6 s with their pauses; then what it was named for is given up
+PULL_BACKOFF_NS_MIN: Final = 200 * MS_NS
+PULL_BACKOFF_NS_MAX: Final = 30 * SECOND_NS
 PREVIOUS_PLACEMENTS_MAX: Final = 4  # each is one more place where a lookup may have to ask
 PREVIOUS_KEEP_NS_DEFAULT: Final = 3600 * SECOND_NS
 PREVIOUS_KEEP_NS_MAX: Final = 7 * 24 * 3600 * SECOND_NS

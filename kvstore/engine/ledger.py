@@ -318,12 +318,18 @@ class Ledger:
                 self.log.append(record, _nobody_waits, sync=True)
         return ref
 
-    def drop_namespace(self, ref: NamespaceRef, on_done: Callable[[OSError | None], None]) -> NamespaceRef:
-        """Hide all records of a namespace; calls back when that survives a power cut. Answers the new reference."""
+    def drop_namespace(
+        self, ref: NamespaceRef, on_done: Callable[[OSError | None], None], *, generation: int = 0
+    ) -> NamespaceRef:
+        """Hide all records of a namespace; calls back when that survives a power cut. Answers the new reference.
+
+        Args:
+            generation: see `NamespaceTable.drop`.
+        """
         current = self.namespaces.by_id(ref.id)
         assert current is not None, "references come from this table"
         space = namespace_key(current.id, current.generation)
-        fresh = self.namespaces.drop(current)
+        fresh = self.namespaces.drop(current, generation=generation)
         for segment, live in enumerate(self.table.live):
             count = live.pop(space, None)
             if count is not None:

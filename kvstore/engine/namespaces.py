@@ -121,10 +121,14 @@ class NamespaceTable:
         self.next_id += 1
         return ref, True
 
-    def drop(self, ref: NamespaceRef) -> NamespaceRef:
-        """Begin a new generation; what `ref` and older ones stored is hidden. Answers the new reference."""
+    def drop(self, ref: NamespaceRef, *, generation: int = 0) -> NamespaceRef:
+        """Begin a new generation; what `ref` and older ones stored is hidden. Answers the new reference.
+
+        Args:
+            generation: The one to begin, if it is a later one than the next: others have dropped it more often.
+        """
         known = self._by_id[ref.id]
-        return self._set_generation(known, known.ref.generation + 1)
+        return self._set_generation(known, max(known.ref.generation + 1, generation))
 
     def _insert(self, id: int, generation: int, manifest: bytes, decoded: Manifest) -> NamespaceRef:
         ref = NamespaceRef(

@@ -17,6 +17,7 @@ from kvstore.engine.arena import Arena
 from kvstore.engine.blocking import BlockingIo
 from kvstore.engine.catalog import Catalog
 from kvstore.engine.format import SegmentHeader, Superblock, encode_segment_header
+from kvstore.engine.heads import HeadReader
 from kvstore.engine.job import Syncer, start
 from kvstore.engine.ledger import Ledger, RecordWatcher, entry_locations
 from kvstore.engine.log import Log
@@ -101,7 +102,7 @@ class Store:
 
     Attributes:
         superblock, table, allocator, namespaces, ledger, log, appender, writer, reclaimer,
-            scrubber: its parts.
+            scrubber, heads: its parts.
         recovered: what the start found.
     """
 
@@ -196,6 +197,7 @@ class Store:
         self.scrubber = Scrubber(
             queue=queue, table=self.table, ledger=self.ledger, metrics=metrics, bytes_second=scrub_bytes_second
         )
+        self.heads = HeadReader(queue=queue, table=self.table, catalog=catalog)
         self._ahead_pages = min(int(self.table.segment_pages * EVICT_AHEAD_SHARE), EVICT_AHEAD_BYTES // PAGE_BYTES)
         self._next_sweep_ns = 0
         self._revive_ns = 0

@@ -23,12 +23,15 @@ SCOPE_OF: Final[Mapping[FrameType, Scope]] = {
     FrameType.GET_INTO: Scope.READ,
     FrameType.WAIT: Scope.READ,
     FrameType.PREFETCH: Scope.READ,
+    FrameType.PULL: Scope.READ,
+    FrameType.HEADS: Scope.READ,
     FrameType.MANIFEST: Scope.WRITE,
     FrameType.WRITER_WRITE: Scope.WRITE,
     FrameType.WRITER_COMMIT: Scope.WRITE,
     FrameType.WRITER_ABORT: Scope.WRITE,
     FrameType.DELETE: Scope.WRITE,
     FrameType.DROP: Scope.WRITE,
+    FrameType.FORGET: Scope.WRITE,
 }
 """What a verb needs. OFFER, OFFER_FROM and WRITER_OPEN need WRITE too, and answer for each of their items."""
 

@@ -30,10 +30,11 @@ from kvstore.limits import (
     SWEEP_NS,
     WRITE_WAVE_NS,
 )
-from kvstore.server import lookups, shm_calls
+from kvstore.server import copy_calls, lookups, shm_calls
 from kvstore.server.admission import Admission, agreed_version, guarded, own_client_id
 from kvstore.server.clients import Client, Clients
 from kvstore.server.connection import Connection
+from kvstore.server.copier import Copier
 from kvstore.server.loop import READABLE, Loop
 from kvstore.server.place_calls import drop_regions, start_get_into, start_offer_from
 from kvstore.server.puts import start_offer
@@ -69,7 +70,7 @@ from kvstore.wire.shared import LocalReply
 
 log = logging.getLogger(__name__)
 
-FEATURES: Final = Feature.FINAL_DATA | Feature.DATA_CRCS
+FEATURES: Final = Feature.FINAL_DATA | Feature.DATA_CRCS | Feature.PULL
 _NEVER_NS: Final = 1 << 63
 
 
@@ -94,8 +95,9 @@ class DataPlane:
         quick_engine: the engine while new requests are taken.
         requests_memory: what clients' requests take, all together.
         shared_memory: what clients share with us, all together.
-        is_draining: new puts are refused.
         peer_token: what this node shows to the other nodes of its cluster; a secret, empty outside of one.
+        is_draining: new puts are refused.
+        copier: keeps copies in step with other nodes; None on a node on its own.
         fenced_from_ns: when puts and deletes are refused because nobody vouches for the node (see `hold_writes`).
     """
 
@@ -114,6 +116,7 @@ class DataPlane:
         self.faults = RepeatLogger(log)
         self.epoch = 0
         self.is_draining = False
+        self.copier: Copier | None = None
         self.fenced_from_ns = _NEVER_NS
         self.peer_token = b""
         self.now_ns = clock()
@@ -162,6 +165,9 @@ class DataPlane:
             FrameType.REGION_DROP: self._region_drop,
             FrameType.GET_INTO: self._get_into,
             FrameType.OFFER_FROM: self._offer_from,
+            FrameType.PULL: self._pull,
+            FrameType.HEADS: self._heads,
+            FrameType.FORGET: self._forget,
         }
 
     # --- set up and end ---------------------------------------------------------------------------------------------
@@ -452,6 +458,22 @@ class DataPlane:
             refusal=self._put_refusal(connection),
             now_ns=self.now_ns,
         )
+        self._engine_is_due = True
+
+    def _pull(self, connection: Connection, frame: Frame) -> None:
+        is_closed = self.is_draining or self.now_ns >= self.fenced_from_ns
+        refusal = RefusedReason.DRAINING if is_closed else None
+        engine = self._serving(connection)
+        copy_calls.pull(connection, frame.body, engine, self.copier, refusal=refusal, now_ns=self.now_ns)
+        self._timer_is_stale = True
+
+    def _heads(self, connection: Connection, frame: Frame) -> None:
+        copy_calls.heads(connection, frame.body, self._serving(connection), self.copier, now_ns=self.now_ns)
+        self._engine_is_due = True
+
+    def _forget(self, connection: Connection, frame: Frame) -> None:
+        self._check_fence()
+        copy_calls.forget(connection, frame.body, self._serving(connection), self.copier, now_ns=self.now_ns)
         self._engine_is_due = True
 
     def _writer_open(self, connection: Connection, frame: Frame) -> None:

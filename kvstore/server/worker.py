@@ -18,10 +18,12 @@ import time
 from types import FrameType as StackFrame
 from typing import Final
 
+from kvstore.cluster.view import View
 from kvstore.errors import KVStoreError
 from kvstore.limits import CONNECTIONS_MAX, DESCRIPTORS_OWN, SECOND_NS
 from kvstore.server.admission import Admission, OpenAdmission, TokenAdmission
 from kvstore.server.connection import Connection
+from kvstore.server.copier import Copier
 from kvstore.server.dataplane import DataPlane, Identity
 from kvstore.server.drives import joined, open_drives
 from kvstore.server.launch import WorkerLaunch
@@ -56,6 +58,7 @@ class Worker:
         self._started.registry.add(self._metrics)
         self._started.registry.add(self._started.process)
         self._book = TenantBook()
+        self._view: View | None = None
         self._tokens = TokenAdmission(self._metrics) if launch.has_tenants else None
         verbs = WorkerVerbs(self._started)
         verbs.bind(self)
@@ -135,9 +138,12 @@ class Worker:
         self._exit_code = 1
         self._end_ns = time.monotonic_ns() + SECOND_NS
 
-    def set_view(self, epoch: int, view: bytes) -> None:
+    def set_view(self, view: View, packed: bytes) -> None:
         """What clients are told of the cluster."""
-        self._plane.set_view(epoch, view)
+        self._plane.set_view(view.epoch, packed)
+        self._view = view
+        if self._plane.copier is not None:
+            self._plane.copier.set_view(view)
 
     def set_tenants(self, book: TenantBook) -> None:
         """Who may do what and have how much; connections whose token was taken back are closed."""
@@ -194,6 +200,10 @@ class Worker:
                 self._started.registry.add(drive.engine.metrics)
                 self._started.registry.add(drive.engine.device_metrics)
             self._plane.serve(joined(drives))
+            if self._launch.is_member:
+                self._plane.copier = Copier(drives)
+                if self._view is not None:
+                    self._plane.copier.set_view(self._view)
             listening = [listen_tcp(host, self._launch.data_port) for host in self._launch.hosts]
             self._started.data = [self._reported(one) for one in listening]
             if self._launch.local_socket:

@@ -74,8 +74,8 @@ class WorkerControl(Protocol):
     def start_failed(self) -> None:
         """The supervisor knows why the start failed: end."""
 
-    def set_view(self, epoch: int, view: bytes) -> None:
-        """What clients are told of the cluster."""
+    def set_view(self, view: View, packed: bytes) -> None:
+        """What clients are told of the cluster, and the same as VIEW_REPLY carries it."""
 
     def set_tenants(self, book: TenantBook) -> None:
         """Who may do what from now on."""
@@ -254,7 +254,7 @@ class WorkerVerbs:
 
     def _view_set(self, arguments: Arguments) -> Plain:
         view = View.from_plain(arguments)
-        self._control.set_view(view.epoch, pack_plain(arguments))
+        self._control.set_view(view, pack_plain(arguments))
         return {}
 
     def _owner(self, arguments: Arguments) -> Plain:

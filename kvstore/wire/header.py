@@ -68,6 +68,10 @@ class FrameType(IntEnum):
     OFFER_FROM = 34
     LOCAL = 35
     LOCAL_REPLY = 36
+    PULL = 37
+    HEADS = 38
+    HEADS_REPLY = 39
+    FORGET = 40
 
 
 PAYLOAD_TYPES: Final = frozenset({FrameType.DATA, FrameType.OFFER, FrameType.WRITER_WRITE})

@@ -16,6 +16,7 @@ from kvstore.limits import (
     ADMIN_BYTES_MAX,
     BATCH_ITEMS_MAX,
     CHECKSUM_BYTES_MIN,
+    COPIES_MAX,
     DIGEST_BYTES,
     ERROR_TEXT_BYTES_MAX,
     FRAME_BODY_BYTES_MAX,
@@ -71,6 +72,8 @@ class Feature(IntFlag):
     SHARED_MEMORY = 4
     """LOCAL is understood (wire/shared.py): there is a Unix socket for clients on the same host. Over that socket
     REGION, GET_INTO and OFFER_FROM are too."""
+    PULL = 8
+    """PULL, HEADS and FORGET are understood (wire/replicas.py)."""
 
 
 # --- the connection -------------------------------------------------------------------------------------------------
@@ -162,12 +165,17 @@ class Cancel(Message):
 
 
 # --- namespaces and view --------------------------------------------------------------------------------------------
-@message(FrameType.MANIFEST)
+@message(FrameType.MANIFEST, optional_count=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest(Message):
-    """Registers a namespace by its canonical manifest (types/namespace.py)."""
+    """Registers a namespace by its canonical manifest (types/namespace.py).
+
+    Attributes:
+        copies: how many its records are to have; 0 says nothing, and the cluster's policy counts.
+    """
 
     manifest: Annotated[bytes, Blob(count_max=MANIFEST_BYTES_MAX)]
+    copies: Annotated[int, Uint(COPIES_MAX)] = 0
 
 
 @message(FrameType.DROP)

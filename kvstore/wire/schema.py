@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any, ClassVar, Final, Self, TypeVar, get_type_hints
+from typing import Any, ClassVar, Final, Self, TypeVar, cast, get_type_hints
 
 from kvstore.errors import InvalidRequest
 from kvstore.limits import DIGEST_BYTES
@@ -130,6 +130,7 @@ class Message:
     TYPE: ClassVar[FrameType]
     _NAME: ClassVar[str]
     _RULES: ClassVar[_Rules]
+    _TAIL: ClassVar[tuple[Scalar, ...]]
     _VALUES: ClassVar[Callable[[Any], Any]]
 
     def encode(self) -> bytes:
@@ -147,10 +148,10 @@ class Message:
         rules = cls._RULES
         count = len(rules.kinds)
         if len(values) != count:
-            if len(values) < count:
+            if len(values) < count - len(cls._TAIL):
                 missing = rules.whats[len(values)]
                 raise InvalidRequest(f"{cls._NAME} has {len(values)} fields; the field {missing} is missing")
-            values = values[:count]
+            values = (*values, *cls._TAIL[len(values) - count :])[:count] if len(values) < count else values[:count]
         if tuple(map(type, values)) != rules.kinds or rules.texts:
             rules.judge(values)
         for at, low, high, unit in rules.blobs:
@@ -173,14 +174,21 @@ class Message:
 M = TypeVar("M", bound=Message)
 
 
-def message(frame_type: FrameType) -> Callable[[type[M]], type[M]]:
-    """Class decorator, above `@dataclass`: binds a message to its frame type and collects the rules of its fields."""
+def message(frame_type: FrameType, *, optional_count: int = 0) -> Callable[[type[M]], type[M]]:
+    """Class decorator, above `@dataclass`: binds a message to its frame type and collects the rules of its fields.
+
+    Args:
+        optional_count: so many fields at the end are younger than the frame: an older peer leaves them out, and they
+            have their defaults then.
+    """
 
     def bind(cls: type[M]) -> type[M]:
         hints = get_type_hints(cls, include_extras=True)
         names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         cls.TYPE = frame_type
         cls._NAME = frame_type.name
+        known = fields(cls)  # type: ignore[arg-type]
+        cls._TAIL = tuple([cast("Scalar", field.default) for field in known[len(known) - optional_count :]])
         cls._RULES = _Rules(cls, names, [hints[name].__metadata__[0] for name in names])
         getter = attrgetter(*names) if names else None
         if getter is None:

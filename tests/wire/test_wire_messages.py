@@ -22,6 +22,7 @@ from kvstore.wire.messages import (
     ErrorReply,
     Get,
     Hello,
+    Manifest,
     Offer,
     Result,
 )
@@ -80,6 +81,15 @@ def test_what_is_encoded_decodes_to_the_same(message: Message) -> None:
 def test_fields_added_at_the_end_by_a_later_version_are_ignored(message: Message) -> None:
     longer = msgpack.packb((*msgpack.unpackb(message.encode()), 7, b"new"))
     assert type(message).decode(longer) == message
+
+
+def test_a_manifest_of_before_there_were_copies_says_nothing_of_them() -> None:
+    older = msgpack.packb((b"manifest",))
+    assert Manifest.decode(older) == Manifest(manifest=b"manifest", copies=0)
+    with pytest.raises(InvalidRequest, match=r"MANIFEST\.manifest is missing"):
+        Manifest.decode(msgpack.packb(()))
+    with pytest.raises(InvalidRequest, match=r"MANIFEST\.copies is 4"):
+        Manifest.decode(msgpack.packb((b"manifest", 4)))
 
 
 @given(st.sampled_from(sorted(MESSAGES.values(), key=lambda kind: kind.TYPE)), st.binary(max_size=200))
