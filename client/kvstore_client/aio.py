@@ -17,6 +17,7 @@ from kvstore.types.results import Exists, Hit, Miss, Refused, Stored
 from kvstore_client import read_verbs, write_verbs, writer_verbs
 from kvstore_client.aio_driver import AsyncDriver
 from kvstore_client.client import client_options
+from kvstore_client.copies import StoreRequest
 from kvstore_client.core import ClientCore
 from kvstore_client.match import MatchView
 from kvstore_client.namespace_handle import NamespaceKeys
@@ -30,7 +31,6 @@ from kvstore_client.read_verbs import MatchAnswer
 from kvstore_client.regions import Item, allocate, refuse_repeated
 from kvstore_client.rounds import Verb, refresh_view
 from kvstore_client.stats import Counters
-from kvstore_client.write_verbs import StoreRequest
 from kvstore_client.writer_verbs import OpenRequest, WriterState
 
 AsyncSession: TypeAlias = ProcessState[AsyncDriver]
@@ -165,7 +165,7 @@ class AsyncNamespace(NamespaceKeys):
         until_ns = self._deadline_ns(deadline)
         if soft_deadline is not None:
             until_ns = min(until_ns, self._deadline_ns(soft_deadline, name="soft_deadline"))
-        chain = as_chain(keys)
+        chain = as_chain(keys, chunks_per_run=self.layout.chunks_per_run)
         refuse_repeated(buffers)
         shape = self._shape(len(chain), shards=shards, part=part, layers=layers, ranges=ranges)
         rows = incoming_records(shape, buffers, content_ids, key_count=len(chain))

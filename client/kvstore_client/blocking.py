@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvstore.cluster.view import TargetId
 from kvstore.errors import Closed, DeadlineExceeded, KVStoreError, Overloaded, Unavailable
 from kvstore.limits import CALLS_WAITING_MAX
 from kvstore.types.flow import FlowClass
 from kvstore_client.connection import READ, Connection, Steps
 from kvstore_client.core import ClientCore
-from kvstore_client.planner import TargetId
 from kvstore_client.retry import BreakerState
 from kvstore_client.rounds import Job, Round, T, Verb, broken_circuit, perform, settle
 from kvstore_client.target import TargetLink

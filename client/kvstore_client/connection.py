@@ -7,16 +7,14 @@ with the call's deadline as its timeout, and one `recvmsg` brings a whole frame.
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import time
 from collections.abc import Generator, Sequence
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
 from kvstore.limits import CONNECT_NS_MAX, DRAIN_BYTES_MAX, DRAIN_NS_MAX, SECOND_NS, SLICE_BYTES_MAX
-from kvstore.transport.tcp import tune
 from kvstore.types.flow import FlowClass
 from kvstore.wire.failures import error_of
 from kvstore.wire.frames import Frame, FrameReader, FrameWriter
@@ -24,15 +22,12 @@ from kvstore.wire.header import HEADER_BYTES, VERSION, FrameType, encode_head
 from kvstore.wire.messages import Cancel, ErrorReply, Feature, Hello, Welcome
 from kvstore.wire.schema import Message
 from kvstore.wire.session import ClientSession, State, Verdict
-from kvstore_client.address import in_place_of, split_address
-from kvstore_client.names import NameWait, numeric_endpoints
+from kvstore_client.dial import dial
 from kvstore_client.parties import Greeting, PayloadOwner
 from kvstore_client.shm_places import ConnectionRegions, learn_way, send_with_descriptor
-from kvstore_client.waiting import Quick, first_bytes, set_timeout
+from kvstore_client.waiting import READ, WRITE, Quick, Steps, first_bytes, set_timeout
 
-READ: Final = 1
-WRITE: Final = 2
-Steps: TypeAlias = Generator[int, None, None]
+__all__ = ["READ", "WRITE", "Connection", "Steps"]
 
 _WAIT_ALL_BYTES_MIN: Final = 128 * 1024
 """From this much missing payload on, one waiting receive is cheaper than several early ones. Less is mostly there at
@@ -51,6 +46,7 @@ class Connection:
 
     Attributes:
         blocking: True lets the kernel wait; False yields instead.
+        connect_ns_max: How long opening it may take.
         deadline_ns: Monotonic; blocking waits end there with DeadlineExceeded.
         ends_with_data: The node may end a read of hits with its last DATA frame.
         is_fresh: False once it served a call: then a break may only mean that the node was restarted meanwhile.
@@ -68,6 +64,7 @@ class Connection:
     __slots__ = (
         "_address",
         "_greeting",
+        "_later_deadline_ns",
         "_owner",
         "_pid",
         "_placed",
@@ -80,6 +77,7 @@ class Connection:
         "_waste",
         "_writer",
         "blocking",
+        "connect_ns_max",
         "deadline_ns",
         "ends_with_data",
         "flow",
@@ -107,7 +105,9 @@ class Connection:
         self._socket: socket.socket | None = None
         self._waste: memoryview | None = None
         self.blocking = True
+        self.connect_ns_max = CONNECT_NS_MAX
         self.deadline_ns = 0
+        self._later_deadline_ns = 0
         self.idle_since_ns = 0
         self._begin_anew()
 
@@ -169,8 +169,8 @@ class Connection:
             DeadlineExceeded: The call's deadline passed first.
             KVStoreError: The node refused the HELLO (Denied, Overloaded, ...).
         """
-        call_deadline_ns = self.deadline_ns
-        self.deadline_ns = min(call_deadline_ns, time.monotonic_ns() + CONNECT_NS_MAX)
+        call_deadline_ns, later_ns = self.deadline_ns, self._later_deadline_ns
+        self.wait_for_word(0, min(call_deadline_ns, time.monotonic_ns() + self.connect_ns_max))
         try:
             yield from self._connect()
             yield from self._greet()
@@ -179,10 +179,15 @@ class Connection:
             if time.monotonic_ns() >= call_deadline_ns:
                 raise
             raise Unavailable(
-                f"node at {self._address} did not answer within {CONNECT_NS_MAX / SECOND_NS:g} s; "
+                f"node at {self._address} did not answer within {self.connect_ns_max / SECOND_NS:g} s; "
                 "is it overloaded, or cut off?"
             ) from None
-        self.deadline_ns = call_deadline_ns
+        self.deadline_ns, self._later_deadline_ns = call_deadline_ns, later_ns
+
+    def wait_for_word(self, heard_by_ns: int, deadline_ns: int) -> None:
+        """The call in progress ends at `deadline_ns`; before if nothing has come at `heard_by_ns`, unless that is 0."""
+        self.deadline_ns = heard_by_ns or deadline_ns
+        self._later_deadline_ns = deadline_ns if heard_by_ns else 0
 
     def begin(
         self,
@@ -438,35 +443,10 @@ class Connection:
         if (near := self._greeting.local.connect()) is not None:
             self._socket, self.regions = near, ConnectionRegions(self._greeting.local.memory)
             return
-        host, port = split_address(self._address)
-        try:
-            endpoints = numeric_endpoints(host, port)
-            if endpoints is None:
-                wait = NameWait(host, port)
-                self._socket = wait.done
-                while not wait.is_over:
-                    yield READ
-                endpoints = wait.endpoints()
-            for family, kind, protocol, _, where in endpoints:
-                held = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
-                if self._socket is not None:
-                    held = in_place_of(self._socket, held)  # "localhost" is ::1 first, where nobody may listen
-                self._socket = held
-                code = held.connect_ex(where)
-                if code == errno.EINPROGRESS:
-                    yield WRITE
-                    code = held.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                # Linux may connect a socket in the ephemeral port range to itself when nobody listens there
-                if code == 0 and held.getsockname() == held.getpeername():
-                    code = errno.ECONNREFUSED
-                if code == 0:
-                    break
-            if code:
-                raise OSError(code, os.strerror(code))
-            held.setblocking(True)
-            tune(held)
-        except OSError as error:
-            raise Unavailable(f"node at {self._address} cannot be reached: {error.strerror or error}") from None
+        yield from dial(self._address, self._hold)
+
+    def _hold(self, held: socket.socket) -> None:
+        self._socket = held
 
     def _go_over(self) -> Steps:
         """From TCP to the node's socket for its own host, where there is one; TCP again when that fails."""
@@ -492,7 +472,9 @@ class Connection:
         self._writer.push_message(hello, self._session.hello())
         yield from self._flush()
         frames = yield from self.receive()
-        self.welcome = self.decode(Welcome, frames[0])
+        welcome = self.decode(Welcome, frames[0])
+        self._greeting.check(welcome, self._address)
+        self.welcome = welcome
         self.ends_with_data = bool(self.welcome.features & Feature.FINAL_DATA)
         if self.ends_with_data:
             self._reader.allow_final_data()
@@ -544,6 +526,8 @@ class Connection:
         if not count:
             raise Unavailable(f"node at {self._address} closed the connection; it may be restarting")
         self.has_heard = True
+        if self._later_deadline_ns:
+            self.deadline_ns, self._later_deadline_ns = self._later_deadline_ns, 0
         return count
 
     def _read_again(self, buffers: Sequence[memoryview]) -> int:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import time
 
-from kvstore.cluster.view import View
+from kvstore.cluster.view import TargetId, View
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.limits import TARGETS_MAX, VIEW_RETRY_NS
 from kvstore_client.address import split_address
 from kvstore_client.options import ClientOptions
-from kvstore_client.planner import TargetId, TargetOf
 from kvstore_client.retry import RetryBudget
 from kvstore_client.shm import SharedMemory
 from kvstore_client.shm_ways import LocalWay, Transport
 from kvstore_client.stats import Counters
 from kvstore_client.target import TargetLink
-from kvstore_client.topology import WorkerRoute, placement_of, routes_of
+from kvstore_client.topology import Placement, WorkerRoute, placement_of, routes_of
 
 CLIENT_ID_BYTES = 16
 LINKS_MAX = 2 * TARGETS_MAX
@@ -30,7 +29,7 @@ class ClientCore:
         addresses: Where the view can be asked for, as the caller gave them.
         memory: What nodes on this host can reach of this process.
         pid: Of the process that owns the sockets.
-        placement: Where a run's head belongs; None before the first view.
+        placement: The only worker's id, or where runs lie over several; None when nobody can be asked. One a view.
         newest_epoch: The highest that any node has named.
     """
 
@@ -47,7 +46,7 @@ class ClientCore:
         self.memory = SharedMemory()
         self.budget = RetryBudget(time.monotonic_ns())
         self.view: View | None = None
-        self.placement: TargetOf | TargetId | None = None
+        self.placement: Placement | TargetId | None = None
         self.newest_epoch = 0
         self._asked_epoch = -1
         self._asked_ns = -VIEW_RETRY_NS
@@ -116,12 +115,14 @@ class ClientCore:
             return
         host, _ = split_address(source.removeprefix(_ASK))
         routes = routes_of(view, asked_host=host)
+        if view == self.view and routes == self._routes:
+            return
         for route in routes:
             link = self._links.get(route.id) or self._add_link(route.id, route.addresses)
-            link.move(route.addresses)
+            link.move(route.addresses, route.node_id)
             link.view_epoch = view.epoch
         self._routes = routes
-        self.placement = placement_of(routes)
+        self.placement = placement_of(view, routes)
         self.view = view
         self._forget_gone()
 

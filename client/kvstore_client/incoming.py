@@ -99,6 +99,11 @@ class IncomingRecord:
         self._arrived = None
 
     @property
+    def room_bytes(self) -> int:
+        """Length of the whole record, or the most that fits."""
+        return self._room_bytes
+
+    @property
     def memory(self) -> memoryview | None:
         """Where a whole record goes, if that is one piece of the caller's memory and nothing else is in between."""
         views = self._region.views

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from kvstore.cluster.view import TargetId
 from kvstore.errors import DeadlineExceeded, Overloaded, Unavailable
 from kvstore.limits import DIGEST_BYTES, FRAME_BODY_BYTES_MAX, READ_RETRIES_MAX
 from kvstore.types.flow import FlowClass
@@ -19,7 +20,7 @@ from kvstore.wire.shared import get_into
 from kvstore.wire.slices import NO_CONTENT_ID, Slice
 from kvstore_client.connection import READ, WRITE, Connection, Steps
 from kvstore_client.incoming import HIT, OPEN, IncomingRecord
-from kvstore_client.planner import TargetId, split_by_weight
+from kvstore_client.planner import split_by_weight
 from kvstore_client.ranges import Spans
 from kvstore_client.rounds import Job
 from kvstore_client.shm_places import Places

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from kvstore.cluster.view import TargetId
 from kvstore.errors import DeadlineExceeded, Unavailable, UnknownNamespace
 from kvstore.limits import READ_RETRIES_MAX
 from kvstore.types.flow import FlowClass
 from kvstore.wire.messages import End, Manifest, MatchReply
 from kvstore.wire.schema import Message
 from kvstore_client.connection import Connection, Steps
-from kvstore_client.planner import TargetBatch, TargetId, split_records
+from kvstore_client.planner import TargetBatch, split_records
 from kvstore_client.rounds import Job
 
 A = TypeVar("A", bound=Message)

@@ -10,7 +10,8 @@ from typing import Self
 from kvstore.types.layout import KVLayout
 from kvstore.types.results import MissReason
 from kvstore_client.core import ClientCore
-from kvstore_client.read_verbs import MatchAnswer, PinHold, holds
+from kvstore_client.pins import PinHold, holds
+from kvstore_client.read_verbs import MatchAnswer
 
 
 class MatchView:

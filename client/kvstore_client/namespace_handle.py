@@ -14,19 +14,19 @@ from kvstore.types.namespace import Namespace
 from kvstore.types.results import Exists, Hit, Miss, Refused, Stored
 from kvstore.types.tokens import Tokens
 from kvstore_client import read_verbs, write_verbs
+from kvstore_client.copies import StoreRequest
 from kvstore_client.lane import Lanes
 from kvstore_client.loads import Begun
 from kvstore_client.match import Match
 from kvstore_client.options import DURABILITIES, WAITS, choice, deadline_after, pin_ttl_ns
+from kvstore_client.pins import PinHold
 from kvstore_client.planner import Keys, all_record_keys, as_chain
 from kvstore_client.ranges import Ranges
 from kvstore_client.read_shape import ReadShape, incoming_records, shape_of
-from kvstore_client.read_verbs import PinHold
 from kvstore_client.regions import Item, refuse_repeated
 from kvstore_client.shm_places import lies_in_shared_memory
 from kvstore_client.shm_ways import Transport
 from kvstore_client.straight import plain_views, read_straight
-from kvstore_client.write_verbs import StoreRequest
 from kvstore_client.writer import Session, Writer
 from kvstore_client.writer_verbs import OpenRequest
 
@@ -218,7 +218,7 @@ class BoundNamespace(NamespaceKeys):
         if soft_deadline is not None:
             soft_ns = self._deadline_ns(soft_deadline, name="soft_deadline")
             is_soft, until_ns = soft_ns < until_ns, min(soft_ns, until_ns)
-        chain = as_chain(keys)
+        chain = as_chain(keys, chunks_per_run=self.layout.chunks_per_run)
         refuse_repeated(buffers)
         shape = self._shape(len(chain), shards=shards, part=part, layers=layers, ranges=ranges)
         if (

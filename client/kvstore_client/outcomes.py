@@ -20,6 +20,9 @@ from kvstore_client.stats import Counters
 from kvstore_client.stores import OutgoingRecord
 
 _MISSES: Final = {int(reason): Miss(reason) for reason in MissReason}
+TAKEN: Final = frozenset({ItemStatus.STORED, ItemStatus.RECEIVED, ItemStatus.EXISTS})
+"""Outcomes of a copy after which a target has it."""
+
 _REASONS: Final[tuple[tuple[type[KVStoreError], MissReason], ...]] = (
     (DeadlineExceeded, MissReason.DEADLINE),
     (Overloaded, MissReason.OVERLOADED),
@@ -83,20 +86,27 @@ def close_open(records: Sequence[IncomingRecord], failure: KVStoreError | None) 
             record.status = miss_reason(failure)
 
 
-def store_result(records: Sequence[OutgoingRecord]) -> Stored | Exists | Refused:
-    """The outcome of one item: refused if any of its records is, stored if any was stored now, else it existed."""
+def store_result(records: Sequence[Sequence[OutgoingRecord]]) -> Stored | Exists | Refused:
+    """The outcome of one item: refused if no copy of any of its records was taken, stored if any was stored now.
+
+    Args:
+        records: The copies of each record of the item, at least one.
+    """
     durable = True
     stored = False
-    for record in records:
-        status = record.status
-        if status == ItemStatus.STORED or status == ItemStatus.RECEIVED:
-            stored = True
-            durable &= status == ItemStatus.STORED
-        elif status != ItemStatus.EXISTS:
-            return refused(status, record.detail)
-    if not stored:
-        return Exists()
-    return Stored(durable=durable, content_id=b"".join([record.content_id for record in records]))
+    copies = 0
+    ids = b""
+    for number, places in enumerate(records):
+        good = [one for one in places if one.status in TAKEN]
+        if not good:
+            worst = next((one for one in places if one.status == RefusedReason.OUTCOME_UNKNOWN), places[0])
+            return refused(worst.status, worst.detail)
+        copies = min(copies, len(good)) if number else len(good)
+        new = [one for one in good if one.status != ItemStatus.EXISTS]
+        stored |= bool(new)
+        durable &= all(one.status == ItemStatus.STORED for one in new)
+        ids += (new or good)[0].content_id
+    return Stored(durable=durable, content_id=ids, copies=copies) if stored else Exists(copies)
 
 
 def refused(status: int, detail: str) -> Refused:

@@ -32,6 +32,9 @@ class Greeting(Protocol):
     def seen_boot_id(self) -> bytes:
         """Boot id of the last WELCOME of this target, zeros if never."""
 
+    def check(self, welcome: Welcome, address: str) -> None:
+        """Raises Unavailable when it is not who was expected there."""
+
     def welcomed(self, welcome: Welcome) -> None:
         """A connection is open."""
 

@@ -7,19 +7,50 @@ one blob.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
+import numpy as np
+
+from kvstore.cluster.view import TargetId
 from kvstore.errors import InvalidRequest
 from kvstore.limits import DIGEST_BYTES
 from kvstore.types.keys import ChunkKey, KeyChain, part_keys, record_keys
 from kvstore.types.layout import KVLayout
 from kvstore.types.results import MissReason
+from kvstore_client.topology import ChainPlaces
 
-TargetId: TypeAlias = str
-TargetOf: TypeAlias = Callable[[bytes], TargetId]
 Keys: TypeAlias = KeyChain | ChunkKey | Sequence[ChunkKey]
+
+_BY_WORTH: Final = (
+    0,
+    MissReason.PENDING,
+    MissReason.CORRUPT,
+    MissReason.LAYOUT,
+    MissReason.IO,
+    MissReason.OVERLOADED,
+    MissReason.DEADLINE,
+    MissReason.UNAVAILABLE,
+    MissReason.EVICTED,
+    MissReason.ABSENT,
+)
+"""Of several answers about one record the first of these holds: a copy anywhere is a hit, and only if everybody says
+that there is none it is absent."""
+
+
+class _Worth:
+    """An order of statuses, as tables: of several answers about one record the first in it holds."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.unavailable = order.index(MissReason.UNAVAILABLE)
+        self.of_status = np.full(256, self.unavailable, np.uint8)
+        self.of_status[list(order)] = np.arange(len(order))
+        self.status = np.array(order, np.uint8)
+
+
+_ANY: Final = _Worth(_BY_WORTH)
+_ALL: Final = _Worth((*_BY_WORTH[1:-2], *_BY_WORTH[:1], *_BY_WORTH[-2:]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +77,7 @@ class TargetBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordPlan:
-    """The records of a call and the targets that hold them."""
+    """The records of a call and the targets that may hold them; one that may lie in several places is in each."""
 
     key_count: int
     sections: tuple[Section, ...]
@@ -58,8 +89,12 @@ class RecordPlan:
         return self.key_count * len(self.sections)
 
 
-def as_chain(keys: Keys) -> KeyChain:
-    """`keys` as one chain. Single keys lose their place in a run, so slices of a chain are the better argument.
+def as_chain(keys: Keys, *, chunks_per_run: int = 1) -> KeyChain:
+    """`keys` as one chain. Single keys lose their positions, so slices of a chain are the better argument.
+
+    Args:
+        keys: What the caller gave.
+        chunks_per_run: Of the layout.
 
     Raises:
         InvalidRequest: Something in `keys` is not a ChunkKey.
@@ -77,10 +112,30 @@ def as_chain(keys: Keys) -> KeyChain:
             single = KeyChain(key.digest)
         else:
             single = KeyChain(
-                key.digest, first_position=key.position, parent=key.parent, run_head=key.run_head, chunks_per_run=1
+                key.digest,
+                first_position=key.position,
+                parent=key.parent,
+                run_head=key.run_head,
+                chunks_per_run=chunks_per_run,
             )
         chain = single if index == 0 else chain + single
+    if chain.first_position is None and any(key.run_head not in (None, key.digest) for key in found):
+        return _LooseKeys(found)
     return chain
+
+
+class _LooseKeys(KeyChain):
+    """Keys that do not follow each other, each of which still knows the run that it lies in."""
+
+    __slots__ = ("_heads",)
+
+    def __init__(self, keys: Sequence[ChunkKey]) -> None:
+        super().__init__(b"".join([key.digest for key in keys]))
+        self._heads = b"".join([key.run_head or key.digest for key in keys])
+
+    def run_heads(self, chunks_per_run: int | None = None) -> bytes:
+        """Those that the keys were made with."""
+        return self._heads
 
 
 def choose_shards(layout: KVLayout, shards: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -107,31 +162,28 @@ def sections_of(layout: KVLayout, *, shards: Sequence[int], parts: Sequence[str 
 
 
 def plan_records(
-    chain: KeyChain, *, layout: KVLayout, sections: Sequence[Section], target_of: TargetOf | TargetId
+    chain: KeyChain, *, layout: KVLayout, sections: Sequence[Section], where: ChainPlaces | TargetId
 ) -> RecordPlan:
-    """Groups the records of all keys and sections by target.
+    """Groups the records of all keys and sections by the targets that may hold them, or are to.
 
-    All records of a chunk lie where its run's head places them. A plain target id stands for "the only target" and
-    saves looking at each key.
+    All records of a chunk lie where its run does. A plain target id stands for "the only target" and saves looking at
+    each key.
     """
     everything = all_record_keys(chain, sections, layout)
-    count = len(chain)
-    if isinstance(target_of, str):
-        only = TargetBatch(target=target_of, keys=everything, records=range(count * len(sections)))
-        return RecordPlan(key_count=count, sections=tuple(sections), batches=(only,) if everything else ())
-    owners = _owners(chain, target_of)
-    grouped: dict[TargetId, list[int]] = {}
-    for record in range(count * len(sections)):
-        grouped.setdefault(owners[record % count], []).append(record)
-    batches = tuple(
-        TargetBatch(
-            target=target,
-            keys=b"".join(everything[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES] for at in records),
-            records=records,
-        )
-        for target, records in grouped.items()
-    )
-    return RecordPlan(key_count=count, sections=tuple(sections), batches=batches)
+    count, sections = len(chain), tuple(sections)
+    total = count * len(sections)
+    if isinstance(where, str):
+        only = TargetBatch(target=where, keys=everything, records=range(total))
+        return RecordPlan(key_count=count, sections=sections, batches=(only,) if everything else ())
+    rows = np.frombuffer(everything, np.dtype((np.void, DIGEST_BYTES)))
+    batches = []
+    for target, chosen in where.by_worker():
+        records = np.concatenate([chosen + at * count for at in range(len(sections))]) if len(sections) > 1 else chosen
+        if len(records) == total:
+            batches.append(TargetBatch(target=target, keys=everything, records=range(total)))
+        else:
+            batches.append(TargetBatch(target=target, keys=rows[records].tobytes(), records=records.tolist()))
+    return RecordPlan(key_count=count, sections=sections, batches=tuple(batches))
 
 
 def all_record_keys(chain: KeyChain, sections: Sequence[Section], layout: KVLayout) -> bytes:
@@ -168,18 +220,27 @@ def split_by_weight(weights: Sequence[int], *, items_max: int, weight_max: int) 
         yield range(start, len(weights))
 
 
-def gather_statuses(plan: RecordPlan, answers: Sequence[bytes | None]) -> bytearray:
-    """One status byte per record of the plan, from one blob per batch; None (no answer) is UNAVAILABLE throughout."""
-    statuses = bytearray([MissReason.UNAVAILABLE]) * plan.record_count
+def gather_statuses(plan: RecordPlan, answers: Sequence[bytes | None], *, from_all: bool = False) -> bytearray:
+    """One status byte per record of the plan, from one blob per batch; None (no answer) is UNAVAILABLE throughout.
+
+    Of a record that several targets were asked for, the best answer: a hit where any of them has it. With `from_all`,
+    a hit only if nobody failed: nothing is left of it.
+    """
+    order = _ALL if from_all else _ANY
+    if len(answers) == 1 and answers[0] is not None and len(answers[0]) == plan.record_count:
+        return bytearray(answers[0])
+    worth = np.full(plan.record_count, 255, np.uint8)
     for batch, answer in zip(plan.batches, answers, strict=True):
-        if answer is None:
-            continue
-        if isinstance(batch.records, range):
-            statuses[batch.records.start : batch.records.stop] = answer
-        else:
-            for record, status in zip(batch.records, answer, strict=True):
-                statuses[record] = status
-    return statuses
+        found = order.unavailable if answer is None else order.of_status[np.frombuffer(answer, np.uint8)]
+        records = np.asarray(batch.records, np.intp)
+        worth[records] = np.minimum(worth[records], found)
+    worth[worth == 255] = order.unavailable  # nobody could be asked
+    return bytearray(order.status[worth].tobytes())
+
+
+def better_status(one: int, other: int) -> int:
+    """What two answers about one record mean together: the one that is worth more."""
+    return min(one, other, key=lambda status: int(_ANY.of_status[status & 0xFF]))
 
 
 def key_statuses(plan: RecordPlan, statuses: bytes | bytearray, *, sections: range | None = None) -> bytes:
@@ -218,17 +279,3 @@ def _section_keys(chain: KeyChain, section: Section, layout: KVLayout) -> bytes:
     if section.part is None:
         return record_keys(chain, shard=section.shard, shards=layout.shards)
     return part_keys(chain, part=section.part, shard=section.shard)
-
-
-def _owners(chain: KeyChain, target_of: TargetOf) -> list[TargetId]:
-    """The target of each key; a head is placed once."""
-    heads = chain.run_heads()
-    placed: dict[bytes, TargetId] = {}
-    owners = []
-    for at in range(0, len(heads), DIGEST_BYTES):
-        head = heads[at : at + DIGEST_BYTES]
-        target = placed.get(head)
-        if target is None:
-            target = placed[head] = target_of(head)
-        owners.append(target)
-    return owners

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvstore.limits import PLACE_SILENCE_NS
 from kvstore.types.keys import KeyChain
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import Hit, Miss, MissReason
@@ -17,11 +18,11 @@ from kvstore_client.incoming import HIT, IncomingRecord
 from kvstore_client.loads import Begun, LoadJob
 from kvstore_client.lookups import KeysJob, TellJob
 from kvstore_client.outcomes import close_open, load_results, miss_of, miss_reason
+from kvstore_client.pins import PinHold, are_pinned, granted_pins, holds
 from kvstore_client.planner import (
     Keys,
     RecordPlan,
     Section,
-    TargetId,
     all_record_keys,
     as_chain,
     boundary_chunks,
@@ -34,17 +35,9 @@ from kvstore_client.planner import (
 )
 from kvstore_client.read_shape import ReadShape
 from kvstore_client.rounds import Verb, attempt, ensure_view
+from kvstore_client.spread import SpreadRequest, load_spread
 
 A = TypeVar("A", bound=Message)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinHold:
-    """A pin on one target. It is gone when the target has started again since."""
-
-    target: TargetId
-    pin_id: int
-    boot_count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +60,7 @@ def load(
     chain: KeyChain,
     rows: list[list[IncomingRecord]],
     *,
+    copies: int | None = None,
     accept_pending: bool,
     deadline_ns: int,
     begun: Begun | None = None,
@@ -75,6 +69,7 @@ def load(
 
     Args:
         rows: From `incoming_records`, for each key of `chain`.
+        copies: That the namespace has; None is what the view says.
         begun: What the straight way has left.
     """
     if begun is None and core.wants_view(time.monotonic_ns()):
@@ -84,43 +79,45 @@ def load(
     if placement is None:
         close_open(records, None)
         return load_results(rows, core.counters)
-    batches: Sequence[tuple[TargetId, bytes, Sequence[int]]]
-    if isinstance(placement, str):
-        batches = [(placement, all_record_keys(chain, shape.sections, namespace.layout), range(len(records)))]
-    else:
-        plan = plan_records(chain, layout=namespace.layout, sections=shape.sections, target_of=placement)
-        batches = [(batch.target, batch.keys, batch.records) for batch in plan.batches]
-    jobs = [
-        LoadJob(
-            target=target,
+    if not isinstance(placement, str):
+        yield from load_spread(
+            core,
+            SpreadRequest(
+                namespace=namespace,
+                shape=shape,
+                chain=chain,
+                records=records,
+                wanted=[record.content_id for record in records],
+                copies=copies,
+                accept_pending=accept_pending,
+                deadline_ns=deadline_ns,
+            ),
+        )
+    elif records:
+        job = LoadJob(
+            target=placement,
             flow=core.options.flow,
             deadline_ns=deadline_ns,
             namespace=namespace.digest,
-            keys=keys,
-            records=records if len(numbers) == len(records) else [records[at] for at in numbers],
+            keys=all_record_keys(chain, shape.sections, namespace.layout),
+            records=records,
             shared_spans=shape.shared_spans,
-            spans=None if shape.is_plain else shape.spans_of(numbers, len(chain)),
+            spans=None if shape.is_plain else shape.spans_of(range(len(records)), len(chain)),
             accept_pending=accept_pending,
         )
-        for target, keys, numbers in batches
-        if keys
-    ]
-    started_ns = time.monotonic_ns()
-    if begun is not None:
-        _go_on(jobs, begun)
-    yield from attempt(core, jobs)
-    elapsed_ns = time.monotonic_ns() - started_ns
-    for job in jobs:
+        started_ns = time.monotonic_ns()
+        if begun is not None:
+            _go_on(job, begun)
+        yield from attempt(core, [job])
         if job.failure is not None:
-            close_open(job.records, job.failure)
+            close_open(records, job.failure)
         elif job.received_bytes:
-            core.link(job.target).note_read(job.received_bytes, elapsed_ns)
+            core.link(placement).note_read(job.received_bytes, time.monotonic_ns() - started_ns)
     return load_results(rows, core.counters)
 
 
-def _go_on(jobs: Sequence[LoadJob], begun: Begun) -> None:
-    """Tells the one job of a read what has been done for it."""
-    (job,) = jobs
+def _go_on(job: LoadJob, begun: Begun) -> None:
+    """Tells the job of a read what has been done for it."""
     if begun.connection is not None:
         job.is_asked_on(*begun.connection)
         job.keep(begun)
@@ -135,12 +132,13 @@ def match(
     *,
     shards: int | Sequence[int] | None,
     need: Sequence[str],
+    copies: int | None = None,
     pin_ttl_ns: int,
     deadline_ns: int,
 ) -> Verb[MatchAnswer]:
     """The longest prefix that every needed part can serve, pinned."""
-    chain = as_chain(keys)
     layout = namespace.layout
+    chain = as_chain(keys, chunks_per_run=layout.chunks_per_run)
     sparse = list(dict.fromkeys(name for name in need if not layout.part(name).is_dense))
     chosen = choose_shards(layout, shards)
     sections = sections_of(layout, shards=chosen, parts=(None, *sparse))
@@ -149,7 +147,8 @@ def match(
     def ask(blob: bytes, _: int) -> Message:
         return Match(namespace=namespace.digest, keys=blob, pin_ttl_ns=pin_ttl_ns)
 
-    plan, jobs, statuses = yield from _ask_all(core, namespace, chain, sections, deadline_ns, ask, MatchReply)
+    lookup = _Lookup(namespace=namespace, chain=chain, sections=sections, copies=copies, deadline_ns=deadline_ns)
+    plan, jobs, statuses = yield from _ask_all(core, lookup, ask, MatchReply)
     width = len(chosen)
     dense = key_statuses(plan, statuses, sections=range(width))
     chunks = prefix_length(dense)
@@ -164,7 +163,7 @@ def match(
     core.counters.lookup_keys_hit += boundary
     rest = dense[chunks:]
     pending = len(rest) - len(rest.lstrip(bytes([MissReason.PENDING])))
-    pins = _pins(core, jobs)
+    pins = granted_pins(core, jobs)
     needed = sum(layout.record_bytes(shard) for shard in chosen) * chunks
     return MatchAnswer(
         chunks=chunks,
@@ -173,7 +172,7 @@ def match(
         reason=miss_of(rest[0]).reason if rest else None,
         load_seconds_estimate=_load_seconds(core, jobs, needed),
         pins=pins,
-        pinned_until_ns=asked_ns + pin_ttl_ns if _are_all_pinned(jobs, pins) else 0,
+        pinned_until_ns=asked_ns + pin_ttl_ns if are_pinned(plan, jobs, dense=range(width), chunks=chunks) else 0,
     )
 
 
@@ -184,6 +183,7 @@ def lookup(
     *,
     shards: int | Sequence[int] | None,
     part: str | None,
+    copies: int | None = None,
     deadline_ns: int,
     waits: bool,
 ) -> Verb[list[Hit | Miss]]:
@@ -196,11 +196,12 @@ def lookup(
     def wait(blob: bytes, left_ns: int) -> Message:
         return Wait(namespace=namespace.digest, keys=blob, deadline_ns=left_ns)
 
-    chain = as_chain(keys)
+    chain = as_chain(keys, chunks_per_run=namespace.layout.chunks_per_run)
+    asked = _Lookup(namespace=namespace, chain=chain, sections=sections, copies=copies, deadline_ns=deadline_ns)
     if waits:
-        plan, _, statuses = yield from _ask_all(core, namespace, chain, sections, deadline_ns, wait, End)
+        plan, _, statuses = yield from _ask_all(core, asked, wait, End, is_patient=True)
     else:
-        plan, _, statuses = yield from _ask_all(core, namespace, chain, sections, deadline_ns, peek, MatchReply)
+        plan, _, statuses = yield from _ask_all(core, asked, peek, MatchReply)
     return [Hit(length_bytes=0) if status == HIT else miss_of(status) for status in key_statuses(plan, statuses)]
 
 
@@ -211,6 +212,7 @@ def prefetch(
     *,
     shards: int | Sequence[int] | None,
     part: str | None,
+    copies: int | None = None,
     deadline_ns: int,
 ) -> Verb[int]:
     """How many records are on their way into the nodes' memory."""
@@ -218,8 +220,10 @@ def prefetch(
     def ask(blob: bytes, _: int) -> Message:
         return Prefetch(namespace=namespace.digest, keys=blob)
 
+    chain = as_chain(keys, chunks_per_run=namespace.layout.chunks_per_run)
     sections = _key_sections(namespace, shards, part)
-    _, jobs, _ = yield from _ask_all(core, namespace, as_chain(keys), sections, deadline_ns, ask, End)
+    asked = _Lookup(namespace=namespace, chain=chain, sections=sections, copies=copies, deadline_ns=deadline_ns)
+    _, jobs, _ = yield from _ask_all(core, asked, ask, End)
     return sum(answer.value for job in jobs if job.failure is None for answer in job.answers)
 
 
@@ -234,36 +238,53 @@ def unpin(core: ClientCore, pins: Sequence[PinHold], deadline_ns: int) -> Verb[N
         yield [job]
 
 
-def holds(core: ClientCore, pin: PinHold) -> bool:
-    """Whether the target still knows the pin, as far as this client has noticed."""
-    link = next((link for link in core.links() if link.id == pin.target), None)
-    return link is not None and link.boot_count == pin.boot_count
-
-
 def _key_sections(namespace: Namespace, shards: int | Sequence[int] | None, part: str | None) -> tuple[Section, ...]:
     return sections_of(namespace.layout, shards=choose_shards(namespace.layout, shards), parts=(part,))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lookup:
+    """What is asked about which keys."""
+
+    namespace: Namespace
+    chain: KeyChain
+    sections: Sequence[Section]
+    copies: int | None
+    deadline_ns: int
+
+
 def _ask_all(
     core: ClientCore,
-    namespace: Namespace,
-    chain: Keys,
-    sections: Sequence[Section],
-    deadline_ns: int,
+    lookup: _Lookup,
     ask: Callable[[bytes, int], Message],
     answer: type[A],
+    *,
+    is_patient: bool = False,
 ) -> Verb[tuple[RecordPlan, list[KeysJob[A]], bytearray]]:
-    """Asks every target about its records; one status per record of the plan."""
-    keys = as_chain(chain)
-    yield from ensure_view(core, deadline_ns)
-    if core.placement is None:
-        empty = RecordPlan(key_count=len(keys), sections=tuple(sections), batches=())
+    """Asks every place about its records, side by side; one status per record of the plan, the best of all answers.
+
+    Args:
+        core: Of the call.
+        lookup: What it is about.
+        ask: Makes the request for a blob of keys and the nanoseconds that are left.
+        answer: Message that answers it.
+        is_patient: A target may be silent until the deadline. Where there are several, one that is not said to costs no
+            more than PLACE_SILENCE_NS.
+    """
+    yield from ensure_view(core, lookup.deadline_ns)
+    placement = core.placement
+    if placement is None:
+        empty = RecordPlan(key_count=len(lookup.chain), sections=tuple(lookup.sections), batches=())
         return empty, [], gather_statuses(empty, [])
-    plan = plan_records(keys, layout=namespace.layout, sections=sections, target_of=core.placement)
+    where = placement if isinstance(placement, str) else placement.of_chain(lookup.chain, copies=lookup.copies)
+    plan = plan_records(lookup.chain, layout=lookup.namespace.layout, sections=lookup.sections, where=where)
     jobs = [
-        KeysJob(batch=batch, flow=core.options.flow, deadline_ns=deadline_ns, ask=ask, answer=answer)
+        KeysJob(batch=batch, flow=core.options.flow, deadline_ns=lookup.deadline_ns, ask=ask, answer=answer)
         for batch in plan.batches
     ]
+    if not isinstance(placement, str) and not is_patient:
+        for job in jobs:
+            job.heard_by_ns = min(lookup.deadline_ns, time.monotonic_ns() + PLACE_SILENCE_NS)
     if jobs:
         yield from attempt(core, jobs)
     answers: list[bytes | None] = []
@@ -273,26 +294,6 @@ def _ask_all(
             known = bytes([miss_reason(job.failure)]) * len(job.batch.records)
         answers.append(known or bytes(len(job.batch.records)))
     return plan, jobs, gather_statuses(plan, answers)
-
-
-def _pins(core: ClientCore, jobs: Sequence[KeysJob[MatchReply]]) -> tuple[PinHold, ...]:
-    """The pins that were granted."""
-    found = []
-    for job in jobs:
-        if job.failure is None:
-            boot_count = core.link(job.target).boot_count
-            found += [
-                PinHold(target=job.target, pin_id=answer.pin_id, boot_count=boot_count)
-                for answer in job.answers
-                if answer.pinned
-            ]
-    return tuple(found)
-
-
-def _are_all_pinned(jobs: Sequence[KeysJob[MatchReply]], pins: Sequence[PinHold]) -> bool:
-    """Whether every target answered, and every answer granted its pin."""
-    asked = sum(len(job.answers) for job in jobs)
-    return bool(pins) and len(pins) == asked and all(job.failure is None for job in jobs)
 
 
 def _load_seconds(core: ClientCore, jobs: Sequence[KeysJob[MatchReply]], needed_bytes: int) -> float:

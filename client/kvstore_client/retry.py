@@ -8,6 +8,7 @@ from kvstore.limits import (
     BREAKER_FAILURES_MAX,
     BREAKER_OPEN_NS_MAX,
     BREAKER_OPEN_NS_MIN,
+    BREAKER_SILENCE_NS,
     RETRY_BACKOFF_NS_MAX,
     RETRY_BACKOFF_NS_MIN,
     RETRY_BUDGET_RATIO,
@@ -66,17 +67,21 @@ class BreakerState(Enum):
 
 
 class CircuitBreaker:
-    """Stops asking a target that failed `BREAKER_FAILURES_MAX` times in a row, and probes it again after a while.
+    """Stops asking a target that failed `BREAKER_FAILURES_MAX` times in a row, or was silent; probes it after a while.
+
+    Failures that come at once cost little, and one of them may be chance. Silence costs its whole time, so the target
+    is given up once it has answered nothing for `BREAKER_SILENCE_NS`, be it to one call or to several short ones.
 
     Each failed probe doubles the pause, up to `BREAKER_OPEN_NS_MAX`, which is short enough that a node that was only
     restarted serves again within two seconds. A probe that never reports back lets another one pass after the pause.
     """
 
-    __slots__ = ("_failures", "_open_ns", "_until_ns", "state")
+    __slots__ = ("_failures", "_open_ns", "_silent_since_ns", "_until_ns", "state")
 
     def __init__(self) -> None:
         self.state = BreakerState.CLOSED
         self._failures = 0
+        self._silent_since_ns = 0
         self._open_ns = BREAKER_OPEN_NS_MIN
         self._until_ns = 0
 
@@ -100,7 +105,18 @@ class CircuitBreaker:
             return
         self.state = BreakerState.CLOSED
         self._failures = 0
+        self._silent_since_ns = 0
         self._open_ns = BREAKER_OPEN_NS_MIN
+
+    def silent(self, since_ns: int, now_ns: int) -> bool:
+        """The target has answered nothing to a call since then. Returns True when this opened the breaker."""
+        if not self._silent_since_ns:
+            self._silent_since_ns = since_ns
+        if now_ns - self._silent_since_ns < BREAKER_SILENCE_NS and self.state is BreakerState.CLOSED:
+            self._failures = max(1, self._failures)  # so that an answer counts as one
+            return False
+        self._failures = max(self._failures, BREAKER_FAILURES_MAX - 1)
+        return self.failed(now_ns)
 
     def failed(self, now_ns: int) -> bool:
         """The target did not answer, or broke off. Returns True when this opened the breaker."""

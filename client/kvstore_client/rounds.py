@@ -11,7 +11,7 @@ import time
 from collections.abc import Generator, Sequence
 from typing import TypeAlias, TypeVar
 
-from kvstore.cluster.view import View
+from kvstore.cluster.view import TargetId, View
 from kvstore.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -20,14 +20,13 @@ from kvstore.errors import (
     StaleView,
     Unavailable,
 )
-from kvstore.limits import BREAKER_SILENCE_NS, CONNECT_NS_MAX, RETRIES_PER_CALL_MAX
+from kvstore.limits import BREAKER_PROBE_NS, BREAKER_SILENCE_NS, CONNECT_NS_MAX, RETRIES_PER_CALL_MAX
 from kvstore.types.flow import FlowClass
 from kvstore.wire.codec import unpack_plain
 from kvstore.wire.messages import ViewReply, ViewRequest
 from kvstore_client.connection import Connection, Steps
 from kvstore_client.core import ClientCore
-from kvstore_client.planner import TargetId
-from kvstore_client.retry import backoff_ns
+from kvstore_client.retry import BreakerState, backoff_ns
 from kvstore_client.target import TargetLink
 
 
@@ -40,10 +39,22 @@ class Job:
         is_stale: It failed on a connection that had served before, and nothing was heard: the node was restarted in
             between, so trying again at once on a fresh one says nothing about the node's health.
         retries_max: How often it may be repeated.
+        heard_by_ns: Unless something of the answer has come by then, the job is given up as Unavailable; 0 waits until
+            the deadline. For jobs whose records may be asked for elsewhere.
         begun_on: Connection, with its link, that is taken already and on which the first run goes on; None afterwards.
     """
 
-    __slots__ = ("begun_on", "deadline_ns", "failure", "flow", "is_stale", "retries_max", "started_ns", "target")
+    __slots__ = (
+        "begun_on",
+        "deadline_ns",
+        "failure",
+        "flow",
+        "heard_by_ns",
+        "is_stale",
+        "retries_max",
+        "started_ns",
+        "target",
+    )
 
     def __init__(self, *, target: TargetId, flow: FlowClass, deadline_ns: int, retries_max: int) -> None:
         self.target = target
@@ -53,6 +64,7 @@ class Job:
         self.failure: KVStoreError | None = None
         self.is_stale = False
         self.started_ns = 0
+        self.heard_by_ns = 0
         self.begun_on: tuple[TargetLink, Connection] | None = None
 
     def run(self, connection: Connection) -> Steps:
@@ -77,19 +89,24 @@ def perform(link: TargetLink, job: Job, connection: Connection) -> Steps:
     job.failure = None
     job.is_stale = False
     job.started_ns = time.monotonic_ns()
-    connection.deadline_ns = job.deadline_ns
+    connection.wait_for_word(job.heard_by_ns, job.deadline_ns)
     connection.has_heard = False
+    connection.connect_ns_max = CONNECT_NS_MAX if link.breaker.state is BreakerState.CLOSED else BREAKER_PROBE_NS
     try:
         if connection.is_abandoned:
             yield from connection.recover()
+            if connection.is_open:
+                link.breaker.succeeded()  # the answer has come, if late
         if not connection.is_open:
             yield from connection.open()
         yield from job.run(connection)
     except KVStoreError as error:
         job.failure = error
-        is_usable = connection.is_idle or (isinstance(error, DeadlineExceeded) and connection.abandon())
-        if not is_usable:
+        is_late = isinstance(error, DeadlineExceeded)
+        if not (connection.is_idle or (is_late and connection.abandon())):
             connection.close()
+        if is_late and job.heard_by_ns and time.monotonic_ns() < job.deadline_ns:
+            job.failure = Unavailable(f"target {link.id} at {connection.address} has said nothing yet: {error}")
     except BaseException:
         connection.close()
         raise
@@ -100,6 +117,11 @@ def settle(core: ClientCore, link: TargetLink, job: Job, connection: Connection,
     failure = job.failure
     if failure is None:
         link.breaker.succeeded()
+    elif isinstance(failure, Unavailable | DeadlineExceeded) and is_silence(job, connection, now_ns):
+        if link.breaker.silent(job.started_ns, now_ns):
+            core.counters.breaker_opened += 1
+            core.doubt_view()
+            link.drop_idle()
     elif isinstance(failure, Unavailable) and not connection.is_idle:
         core.counters.connections_broken += 1
         link.drop_idle()
@@ -108,12 +130,16 @@ def settle(core: ClientCore, link: TargetLink, job: Job, connection: Connection,
             link.try_next_address()
             core.doubt_view()
             core.counters.breaker_opened += link.breaker.failed(now_ns)
-    elif isinstance(failure, DeadlineExceeded) and not connection.has_heard:
-        if now_ns - job.started_ns >= BREAKER_SILENCE_NS:
-            core.counters.breaker_opened += link.breaker.failed(now_ns)
     else:
         link.breaker.succeeded()
     link.give_back(connection, now_ns)
+
+
+def is_silence(job: Job, connection: Connection, now_ns: int) -> bool:
+    """Whether a job that ran out of time, or failed, has heard nothing for as long as it was patient."""
+    if connection.has_heard or connection.is_idle:
+        return False
+    return isinstance(job.failure, DeadlineExceeded) or now_ns - job.started_ns >= BREAKER_SILENCE_NS
 
 
 def broken_circuit(link: TargetLink, now_ns: int) -> Unavailable:
@@ -125,14 +151,24 @@ def broken_circuit(link: TargetLink, now_ns: int) -> Unavailable:
     )
 
 
-def attempt(core: ClientCore, jobs: Round) -> Verb[None]:
-    """Runs jobs, and again those for which it may help, within their deadlines and the client's retry budget."""
+def attempt(core: ClientCore, jobs: Round, *, plans_again: bool = False) -> Verb[None]:
+    """Runs jobs, and again those for which it may help, within their deadlines and the client's retry budget.
+
+    Args:
+        core: Of the call.
+        jobs: One for each target.
+        plans_again: A job that was planned with an old view is not repeated as it is: the caller plans anew.
+    """
     core.budget.first_attempt()
     pending = list(jobs)
     stale_tries = attempts = 0
     while pending:
         yield pending
-        pending = [job for job in pending if job.wants_another_try()]
+        pending = [
+            job
+            for job in pending
+            if job.wants_another_try() and not (plans_again and isinstance(job.failure, StaleView))
+        ]
         if not pending:
             return
         if all(job.is_stale for job in pending) and stale_tries <= core.options.connections_per_target:

@@ -6,6 +6,7 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 
+from kvstore.cluster.view import TargetId
 from kvstore.errors import (
     DeadlineExceeded,
     Denied,
@@ -35,7 +36,7 @@ from kvstore.wire.messages import ID_BYTES, U32_MAX, End, Feature, Grant, Manife
 from kvstore.wire.shared import offer_from
 from kvstore.wire.slices import NO_CONTENT_ID, Slice, encode_slices
 from kvstore_client.connection import Connection, Steps
-from kvstore_client.planner import TargetId, split_by_weight
+from kvstore_client.planner import split_by_weight
 from kvstore_client.regions import Region
 from kvstore_client.rounds import Job
 
@@ -136,7 +137,11 @@ class OutgoingRecord:
 
 
 class StoreJob(Job):
-    """Writes the records of one target. Puts are idempotent, so after a break all that is open is offered again."""
+    """Writes the records of one target. Puts are idempotent, so after a break all that is open is offered again.
+
+    Attributes:
+        records: As given.
+    """
 
     __slots__ = (
         "_asked",
@@ -145,9 +150,9 @@ class StoreJob(Job):
         "_knows_manifest",
         "_manifest",
         "_namespace",
-        "_records",
         "_sends_crcs",
         "_wait",
+        "records",
     )
 
     def __init__(
@@ -172,7 +177,7 @@ class StoreJob(Job):
         super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, retries_max=RETRIES_PER_CALL_MAX)
         self._namespace = namespace
         self._manifest = manifest
-        self._records = records
+        self.records = records
         self._durability = durability
         self._wait = wait
         self._knows_manifest = False
@@ -183,13 +188,13 @@ class StoreJob(Job):
     def wants_another_try(self) -> bool:
         """After a break, while records are open."""
         return isinstance(self.failure, Unavailable | Overloaded | StaleView) and any(
-            one.status == OPEN for one in self._records
+            one.status == OPEN for one in self.records
         )
 
     def run(self, connection: Connection) -> Steps:
         """Offers what is open; sends the manifest and offers again what the node refused for lack of it."""
         self._knows_manifest = False
-        for part in self._parts([record for record in self._records if record.status == OPEN], connection):
+        for part in self._parts([record for record in self.records if record.status == OPEN], connection):
             try:
                 yield from self._offer(connection, part)
             except UnknownNamespace:

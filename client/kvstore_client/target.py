@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from kvstore.cluster.view import TargetId
+from kvstore.errors import Unavailable
 from kvstore.types.flow import FlowClass
 from kvstore.wire.messages import ID_BYTES, Welcome
 from kvstore_client.connection import Connection
 from kvstore_client.options import ClientOptions
-from kvstore_client.planner import TargetId
 from kvstore_client.retry import BreakerState, CircuitBreaker
 from kvstore_client.shm_ways import LocalWay
 from kvstore_client.stats import Counters
@@ -34,6 +35,8 @@ class TargetLink:
         view_epoch: Of the view that this link's calls are planned with; 0 when they need none.
         local: The way to it on the same host.
         read_bytes_per_second: Moving average of large reads; 0.0 before the first.
+        in_flight_bytes: Asked for by reads in progress, about.
+        node_id: Who must answer at its addresses; "" is anybody.
     """
 
     __slots__ = (
@@ -51,7 +54,9 @@ class TargetLink:
         "breaker",
         "client_id",
         "id",
+        "in_flight_bytes",
         "local",
+        "node_id",
         "read_bytes_per_second",
         "token",
         "view_epoch",
@@ -77,6 +82,8 @@ class TargetLink:
         self.boot_count = 0
         self.breaker = CircuitBreaker()
         self.read_bytes_per_second = 0.0
+        self.in_flight_bytes = 0
+        self.node_id = ""
         self._addresses = addresses
         self._next_address = 0
         self._options = options
@@ -92,10 +99,11 @@ class TargetLink:
         """ "host:port" of each way to it."""
         return self._addresses
 
-    def move(self, addresses: tuple[str, ...]) -> None:
-        """The view gives other addresses: idle connections to the old ones are closed, their failures forgotten."""
-        if addresses != self._addresses:
+    def move(self, addresses: tuple[str, ...], node_id: str) -> None:
+        """What the view says. When it has changed, idle connections are closed and failures forgotten."""
+        if addresses != self._addresses or node_id != self.node_id:
             self._addresses = addresses
+            self.node_id = node_id
             self.breaker = CircuitBreaker()
             self.drop_idle_soon()
 
@@ -103,8 +111,8 @@ class TargetLink:
         """A connection of that class for one call, open or to be opened; None when all are in use."""
         if len(self._in_use) >= self._options.connections_per_target:
             return None
-        if self._is_drop_due:
-            self.drop_idle()
+        if self._is_drop_due or self.breaker.state is BreakerState.HALF_OPEN:
+            self.drop_idle()  # a probe is a new connection: HELLO tells at once whether anybody is there
         found = None
         for at in range(len(self._idle) - 1, -1, -1):
             if self._idle[at].flow is flow:
@@ -232,6 +240,14 @@ class TargetLink:
     def seen_boot_id(self) -> bytes:
         """Greeting: what the node was when last seen."""
         return self.boot_id
+
+    def check(self, welcome: Welcome, address: str) -> None:
+        """Greeting: raises Unavailable when another node answers than the view says: it has none of our keys."""
+        if self.node_id and welcome.node_id != self.node_id:
+            raise Unavailable(
+                f"node {welcome.node_id} answers at {address}, where target {self.id} of node {self.node_id} was; "
+                "the view is asked for again"
+            )
 
     def welcomed(self, welcome: Welcome) -> None:
         """Greeting: a connection is open. Another boot id means that the node has forgotten pins and writers."""

@@ -1,32 +1,112 @@
-"""Which target a key belongs to, by the view. Pure.
+"""Which workers there are, and which of them hold which keys, by the view. Pure.
 
-Targets that share their addresses are drives of one worker, which divides the keys among them itself; so what the
-client tells apart are workers. With several, a run goes where weighted rendezvous hashing of its head puts it, which
-moves only a new worker's share when one is added (Schindelhauer and Schomaker, "Weighted Distributed Hash Tables",
-SPAA 2005).
+Targets that share a node and its addresses are drives of one worker, which divides the keys among them itself; so what
+the client tells apart are workers. A view with one of them needs no placement: everything is there. With several,
+`kvstore.cluster.run_places` says where each run belongs now, and where it was before.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
 
-from kvstore.cluster.view import View
-from kvstore.types.digest import digest
+import numpy as np
+
+from kvstore.cluster.placement import Places
+from kvstore.cluster.run_places import NO_PLACE, NOT_A_HEAD, Counts, RunPlaces, copies_of, workers_of
+from kvstore.cluster.view import READ_STATES, TargetId, View
+from kvstore.limits import DIGEST_BYTES
+from kvstore.types.keys import KeyChain
 from kvstore_client.address import split_address
-from kvstore_client.planner import TargetId, TargetOf
 
 _UNSPECIFIED_HOSTS = frozenset({"0.0.0.0", "::"})
-_HASH_BITS = 53  # as many as a float holds exactly
+_WORDS: Final = DIGEST_BYTES // 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRoute:
-    """How to reach one worker. `weight` is the sum over its targets."""
+    """How to reach one worker.
+
+    Attributes:
+        id: Of its first target.
+        addresses: One for each rail.
+        node_id: Who must answer there; "" when the view does not say.
+        is_readable: Some target of it answers reads.
+    """
 
     id: TargetId
     addresses: tuple[str, ...]
-    weight: float
+    node_id: str
+    is_readable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPlaces:
+    """Where the keys of one chain are.
+
+    Attributes:
+        workers: Ids, by number.
+        run_of: Of each key, the row of `places`.
+        places: Numbers of workers for each run: where it belongs now, best first, then where it was before; NO_PLACE
+            where there is none.
+        newest: How many columns of `places` say where it belongs now.
+    """
+
+    workers: tuple[TargetId, ...]
+    run_of: Counts
+    places: Places
+    newest: int
+
+    def only_newest(self) -> ChainPlaces:
+        """Where new records go."""
+        return replace(self, places=self.places[:, : self.newest])
+
+    def only_first(self) -> ChainPlaces:
+        """Where one copy of new records goes."""
+        return replace(self, places=self.places[:, :1], newest=1)
+
+    def by_worker(self) -> Iterator[tuple[TargetId, Counts]]:
+        """Each worker that has any of the keys, with the indexes of those, ascending."""
+        for number in np.unique(self.places).tolist():
+            if number != NO_PLACE:
+                yield self.workers[number], np.flatnonzero((self.places == number).any(axis=1)[self.run_of])
+
+
+class Placement:
+    """Where runs lie by a view with several workers. Immutable; made once for each view."""
+
+    __slots__ = ("_places", "workers")
+
+    def __init__(self, view: View) -> None:
+        self._places = RunPlaces(view)
+        self.workers: tuple[TargetId, ...] = tuple(targets[0] for targets in self._places.workers)
+
+    def of_chain(self, chain: KeyChain, *, copies: int | None) -> ChainPlaces:
+        """Where the keys of `chain` belong and may be.
+
+        Args:
+            chain: Any keys.
+            copies: That their namespace asks for; None is what the view says.
+        """
+        rows = np.frombuffer(chain.run_heads(), np.uint64).reshape(-1, _WORDS)
+        begins = np.ones(len(rows), np.bool_)
+        begins[1:] = (rows[1:] != rows[:-1]).any(axis=1)
+        firsts = np.flatnonzero(begins)
+        indexes = np.full(len(firsts), NOT_A_HEAD, np.intp)
+        if chain.first_position is not None:
+            indexes = (chain.first_position + firsts) // chain.chunks_per_run
+        counts = copies_of(self._places.replicas, indexes, copies)
+        places = self._places.everywhere(rows[firsts].tobytes(), counts)
+        newest = int(counts.max()) if len(counts) else 1
+        return ChainPlaces(self.workers, np.cumsum(begins) - 1, places, newest)
+
+
+def places_of(placement: Placement | TargetId, chain: KeyChain, *, copies: int | None) -> ChainPlaces:
+    """`Placement.of_chain`, also where there is one worker."""
+    if isinstance(placement, Placement):
+        return placement.of_chain(chain, copies=copies)
+    return ChainPlaces((placement,), np.zeros(len(chain), np.intp), np.zeros((1, 1), np.intp), 1)
 
 
 def routes_of(view: View, *, asked_host: str) -> tuple[WorkerRoute, ...]:
@@ -36,37 +116,29 @@ def routes_of(view: View, *, asked_host: str) -> tuple[WorkerRoute, ...]:
         view: As a node gave it.
         asked_host: Host under which that node was reached; stands in for a worker that listens on every address.
     """
-    found: dict[tuple[str, ...], WorkerRoute] = {}
-    for target in sorted(view.targets, key=lambda target: target.id):
-        addresses = tuple(_reachable(address, asked_host) for address in target.data)
-        if not addresses:
-            continue
-        known = found.get(addresses)
-        found[addresses] = WorkerRoute(
-            id=known.id if known else target.id,
-            addresses=addresses,
-            weight=target.weight + (known.weight if known else 0.0),
+    routes = []
+    for ids in workers_of(view):
+        targets = [target for target in view.targets if target.id in ids]
+        first = next(target for target in targets if target.id == ids[0])
+        routes.append(
+            WorkerRoute(
+                id=first.id,
+                addresses=tuple(_reachable(address, asked_host) for address in first.data),
+                node_id=first.node_id,
+                is_readable=any(target.state in READ_STATES for target in targets),
+            )
         )
-    return tuple(found.values())
+    return tuple(routes)
 
 
-def placement_of(routes: tuple[WorkerRoute, ...]) -> TargetOf | TargetId | None:
-    """Where a run's head belongs: the only worker's id, a function of the head, or None when there is no worker."""
-    if len(routes) <= 1:
-        return routes[0].id if routes else None
-    weighted = [(route.id, route.id.encode(), route.weight) for route in routes if route.weight > 0]
-    if not weighted:
+def placement_of(view: View, routes: tuple[WorkerRoute, ...]) -> Placement | TargetId | None:
+    """Where keys are: with the only worker of that id, or where a Placement says; None when nobody can be asked."""
+    if len(routes) == 1:
         return routes[0].id
-
-    def target_of(run_head: bytes) -> TargetId:
-        return max(weighted, key=lambda one: (_score(run_head, one[1], one[2]), one[0]))[0]
-
-    return target_of
-
-
-def _score(run_head: bytes, target: bytes, weight: float) -> float:
-    drawn = int.from_bytes(digest(b"kvstore.place.v1", run_head, target)[:8], "little") >> (64 - _HASH_BITS)
-    return -weight / math.log((drawn + 0.5) / (1 << _HASH_BITS))
+    readable = [route.id for route in routes if route.is_readable]
+    if len(readable) <= 1:
+        return readable[0] if readable else None
+    return Placement(view)
 
 
 def _reachable(address: str, asked_host: str) -> str:

@@ -1,13 +1,18 @@
-"""Letting the kernel wait: what is asked of a socket, its timeouts, and how much to wait for at a time."""
+"""Waiting for a socket: what generators yield, the kernel's timeouts, and how much to wait for at a time."""
 
 from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Final, Protocol, TypeAlias
 
 from kvstore.limits import SECOND_NS
+
+READ: Final = 1
+WRITE: Final = 2
+Steps: TypeAlias = Generator[int, None, None]
+"""Does I/O and yields READ or WRITE when it must wait for its socket."""
 
 _TIMEVAL = struct.Struct("@ll")
 _TIMEOUT_NS_MIN: Final = 1_000_000  # a timeout of 0 would mean none

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 
+from kvstore.cluster.view import TargetId
 from kvstore.errors import Unavailable, UnknownNamespace
 from kvstore.limits import SLICE_BYTES_MAX, SLICES_PER_FRAME_MAX
 from kvstore.types.flow import FlowClass
@@ -16,9 +17,8 @@ from kvstore_client.assembly import AssembledRecord, Piece
 from kvstore_client.connection import Connection, Steps
 from kvstore_client.core import ClientCore
 from kvstore_client.lookups import left_ns
-from kvstore_client.planner import TargetId
+from kvstore_client.record_facts import ChainFacts, PartFacts
 from kvstore_client.rounds import Job
-from kvstore_client.write_verbs import ChainFacts, PartFacts
 
 _U32 = struct.Struct("<I")
 _GRANTED = int(ItemStatus.GRANTED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvstore.cluster.view import TargetId
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.limits import BATCH_ITEMS_MAX, SECOND_NS, WRITER_TTL_NS
 from kvstore.types.layout import KVLayout
@@ -13,10 +14,11 @@ from kvstore.types.results import Exists, ItemStatus, Refused, RefusedReason, St
 from kvstore_client.assembly import OPEN, AssembledRecord
 from kvstore_client.core import ClientCore
 from kvstore_client.outcomes import refused
-from kvstore_client.planner import Keys, Section, TargetId, as_chain, choose_shards, plan_records, sections_of
+from kvstore_client.planner import Keys, Section, as_chain, choose_shards, plan_records, sections_of
+from kvstore_client.record_facts import ChainFacts, PartFacts
 from kvstore_client.regions import Item, region_of
 from kvstore_client.rounds import Verb, attempt, ensure_view
-from kvstore_client.write_verbs import ChainFacts, PartFacts, check_writable_part
+from kvstore_client.write_verbs import check_writable_part
 from kvstore_client.writer_jobs import AbortJob, CommitJob, OpenJob, RecordsJob, WriteJob
 
 
@@ -72,8 +74,8 @@ def open_writer(
     core: ClientCore, namespace: Namespace, manifest: bytes, request: OpenRequest, deadline_ns: int
 ) -> Verb[WriterState]:
     """Reserves room for every record. Those that are not granted have their outcome already."""
-    chain = as_chain(request.keys)
     layout = namespace.layout
+    chain = as_chain(request.keys, chunks_per_run=layout.chunks_per_run)
     check_writable_part(layout, request.part)
     sections = sections_of(layout, shards=choose_shards(layout, request.shards), parts=(request.part,))
     lengths = _lengths(layout, sections, request.lengths, len(chain))
@@ -92,7 +94,8 @@ def open_writer(
             for record in row:
                 record.finish(int(RefusedReason.OVERLOADED), detail=core.words_of_no_target())
         return state
-    plan = plan_records(chain, layout=layout, sections=sections, target_of=core.placement)
+    where = core.placement if isinstance(core.placement, str) else core.placement.of_chain(chain, copies=1).only_first()
+    plan = plan_records(chain, layout=layout, sections=sections, where=where)
     facts = ChainFacts.of(chain)
     jobs = []
     for batch in plan.batches:

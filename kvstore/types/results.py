@@ -82,15 +82,18 @@ class Miss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """Accepted; `durable` says which of the two completions was waited for."""
+    """Accepted; `durable` says which of the two completions was waited for, `copies` on how many places it lies."""
 
     durable: bool
     content_id: bytes = b""
+    copies: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Exists:
-    """The key is stored already (first commit wins); nothing was written."""
+    """The key is stored already (first commit wins), on so many places; nothing was written."""
+
+    copies: int = 1
 
 
 @dataclass(frozen=True, slots=True)

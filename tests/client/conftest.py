@@ -70,6 +70,7 @@ class ScriptedNode:
     script: Callable[[Link, Frame], bool] | None = None
     garble: Callable[[list[Slice], list[bytes]], None] | None = None
     data: tuple[str, ...] = ()
+    node_id: str = "scripted"
     boot_id: bytes = field(default_factory=lambda: os.urandom(16))
     next_id: int = 1
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -209,7 +210,7 @@ class Link:
         welcome = m.Welcome(
             version=1,
             features=m.Feature.FINAL_DATA if self.node.is_brief else m.Feature.NONE,
-            node_id="scripted",
+            node_id=self.node.node_id,
             boot_id=self.node.boot_id,
             epoch=self.node.epoch,
             body_bytes_max=4 << 20,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +27,7 @@ from kvstore_client.planner import (
     split_by_weight,
     split_records,
 )
+from kvstore_client.topology import ChainPlaces
 
 ABSENT = int(MissReason.ABSENT)
 LAYOUT = KVLayout(
@@ -40,6 +44,15 @@ LAYOUT = KVLayout(
 NAMESPACE = Namespace(tenant="default", model="m", weights="w", layout=LAYOUT)
 
 
+def by_head(chain: KeyChain, *choices: Callable[[bytes], str]) -> ChainPlaces:
+    """Places of each key, one for each choice."""
+    heads = [chain.run_heads()[at : at + 32] for at in range(0, 32 * len(chain), 32)]
+    names = [[choice(head) for choice in choices] for head in heads]
+    workers = sorted({name for row in names for name in row})
+    places = np.array([[workers.index(name) for name in row] for row in names], np.intp).reshape(-1, len(choices))
+    return ChainPlaces(tuple(workers), np.arange(len(chain)), places, 1)
+
+
 def chain_of(count: int) -> KeyChain:
     return NAMESPACE.keys(list(range(16 * count)))
 
@@ -47,7 +60,7 @@ def chain_of(count: int) -> KeyChain:
 def test_one_target_takes_everything_in_section_order() -> None:
     chain = chain_of(3)
     sections = sections_of(LAYOUT, shards=(1, 2), parts=(None, "state"))
-    plan = plan_records(chain, layout=LAYOUT, sections=sections, target_of="t0")
+    plan = plan_records(chain, layout=LAYOUT, sections=sections, where="t0")
     assert [(section.part, section.shard) for section in plan.sections] == [
         (None, 1),
         (None, 2),
@@ -62,9 +75,7 @@ def test_one_target_takes_everything_in_section_order() -> None:
 
 
 def test_no_keys_need_no_target() -> None:
-    plan = plan_records(
-        KeyChain(), layout=LAYOUT, sections=sections_of(LAYOUT, shards=(0,), parts=(None,)), target_of="t"
-    )
+    plan = plan_records(KeyChain(), layout=LAYOUT, sections=sections_of(LAYOUT, shards=(0,), parts=(None,)), where="t")
     assert plan.batches == ()
     assert key_statuses(plan, gather_statuses(plan, [])) == b""
 
@@ -78,7 +89,7 @@ def test_keys_of_a_run_go_to_the_target_of_its_head() -> None:
         chain,
         layout=LAYOUT,
         sections=sections_of(LAYOUT, shards=(0, 1), parts=(None,)),
-        target_of=lambda head: "a" if head == first else "b",
+        where=by_head(chain, lambda head: "a" if head == first else "b"),
     )
     for batch in plan.batches:
         for record in batch.records:
@@ -96,7 +107,7 @@ def test_statuses_come_back_in_the_callers_order(data: st.DataObject) -> None:
         chain,
         layout=LAYOUT,
         sections=sections_of(LAYOUT, shards=shards, parts=(None,)),
-        target_of=lambda head: f"t{head[0] % 3}",
+        where=by_head(chain, lambda head: f"t{head[0] % 3}"),
     )
     wanted = data.draw(st.lists(st.sampled_from([0, 0, ABSENT, 8]), min_size=count, max_size=count))
     answers = [bytes(wanted[record % count] for record in batch.records) for batch in plan.batches]
@@ -106,7 +117,7 @@ def test_statuses_come_back_in_the_callers_order(data: st.DataObject) -> None:
 
 def test_a_key_is_the_worst_of_its_shards_and_no_answer_is_unavailable() -> None:
     plan = plan_records(
-        chain_of(3), layout=LAYOUT, sections=sections_of(LAYOUT, shards=(0, 1), parts=(None,)), target_of="t"
+        chain_of(3), layout=LAYOUT, sections=sections_of(LAYOUT, shards=(0, 1), parts=(None,)), where="t"
     )
     assert key_statuses(plan, bytes([0, 0, ABSENT, 0, ABSENT, 0])) == bytes([0, ABSENT, ABSENT])
     assert gather_statuses(plan, [None]) == bytes([MissReason.UNAVAILABLE]) * 6
@@ -136,7 +147,7 @@ def test_boundary_needs_every_sparse_part_at_the_same_end() -> None:
 
 def test_large_batches_are_split_in_order() -> None:
     chain = chain_of(25)
-    plan = plan_records(chain, layout=LAYOUT, sections=sections_of(LAYOUT, shards=(0,), parts=(None,)), target_of="t")
+    plan = plan_records(chain, layout=LAYOUT, sections=sections_of(LAYOUT, shards=(0,), parts=(None,)), where="t")
     pieces = list(split_records(plan.batches[0], items_max=10))
     assert [len(piece.records) for piece in pieces] == [10, 10, 5]
     assert b"".join(piece.keys for piece in pieces) == plan.batches[0].keys

@@ -1,0 +1,204 @@
+"""Copies and places of several nodes: what one does not have another one gives, and what is dead is given up once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from kvstore.types.layout import KVLayout
+from kvstore.types.namespace import Namespace
+from kvstore.types.results import MissReason
+from kvstore.wire.codec import pack_plain
+from kvstore.wire.header import FrameType
+from kvstore_client import AsyncKVClient, Exists, Hit, KVClient, Miss, Stored
+
+COUNT = 24
+LAYOUT = KVLayout.opaque(chunk_bytes=2000, chunk_tokens=4, run_bytes=6000)
+NAMESPACE = Namespace(tenant="default", model="m", weights="w", layout=LAYOUT)
+KEYS = NAMESPACE.keys(list(range(4 * COUNT)))
+PAYLOADS = [bytes([at]) * (100 + at) for at in range(COUNT)]
+
+
+class Nodes:
+    """Scripted nodes with one view of all."""
+
+    def __init__(self, nodes) -> None:
+        self.nodes = nodes
+        self.epoch = 0
+        self.show()
+
+    def show(
+        self, *, copies: int = 1, states: dict[int, str] | None = None, previous: list[dict] | None = None
+    ) -> None:
+        self.epoch += 1
+        targets = [
+            {
+                "id": f"t{at}",
+                "data": [one.address],
+                "weight": 1.0,
+                "state": (states or {}).get(at, "serving"),
+                "node_id": f"n{at}",
+            }
+            for at, one in enumerate(self.nodes)
+            if (states or {}).get(at) != "away"
+        ]
+        view = {
+            "epoch": self.epoch,
+            "node_id": "",
+            "cluster": "c",
+            "targets": targets,
+            "replicas": {"copies": copies, "head_copies": copies},
+            "previous": [{"epoch": self.epoch, "keep_ns": 10**9, "weights": weights} for weights in previous or []],
+        }
+        packed = pack_plain(view)
+        for at, one in enumerate(self.nodes):
+            one.node_id = f"n{at}"
+            one.epoch = self.epoch
+            one.view = lambda: packed
+
+    def clear_calls(self) -> None:
+        for one in self.nodes:
+            one.calls.clear()
+
+    def counts(self, verb: FrameType) -> list[int]:
+        return [one.count(verb) for one in self.nodes]
+
+
+@pytest.fixture
+def cluster(node):
+    made = [node, *(type(node)() for _ in range(2))]
+    for one in made[1:]:
+        one.start()
+    yield Nodes(made)
+    for one in made[1:]:
+        one.stop()
+
+
+def read(ns) -> list[Hit | Miss]:
+    memory = [bytearray(len(one)) for one in PAYLOADS]
+    results = ns.get_into(KEYS, memory)
+    assert all(bytes(memory[at]) == PAYLOADS[at] for at, one in enumerate(results) if isinstance(one, Hit))
+    return results
+
+
+def test_every_copy_is_written_and_any_one_is_enough(cluster) -> None:
+    cluster.show(copies=2)
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        assert {(type(one), one.copies) for one in ns.put(KEYS, PAYLOADS)} == {(Stored, 2)}
+        assert sum(len(one.records) for one in cluster.nodes) == 2 * COUNT
+        assert set(ns.put(KEYS, PAYLOADS)) == {Exists(2)}
+    for dead in range(3):
+        with KVClient.connect(cluster.nodes[0].address) as client:
+            ns = client.namespace(NAMESPACE)
+            cluster.nodes[dead].stop()
+            assert {type(one) for one in read(ns)} == {Hit}
+            with ns.match(KEYS) as found:
+                assert found.chunks == COUNT
+                assert found.pinned
+            assert all(ns.contains(KEYS))
+            cluster.nodes[dead].start()
+
+
+def test_a_put_says_on_how_many_places_it_lies(cluster) -> None:
+    cluster.show(copies=2)
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        cluster.nodes[2].stop()
+        results = ns.put(KEYS, PAYLOADS, deadline=5)
+        assert {type(one) for one in results} == {Stored}
+        assert {one.copies for one in results} == {1, 2}
+        assert sum(one.copies for one in results) == sum(len(one.records) for one in cluster.nodes)
+
+
+def test_keys_that_moved_are_found_where_they_were_in_one_round_trip(cluster) -> None:
+    cluster.show(states={2: "away"})
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+        cluster.show(states={2: "joining"}, previous=[{"t2": 0.0}])
+        assert {type(one) for one in read(ns)} == {Hit}
+        cluster.clear_calls()
+        with ns.match(KEYS) as found:
+            assert found.chunks == COUNT
+            assert found.pinned
+        assert cluster.counts(FrameType.MATCH) == [1, 1, 1]
+        assert {type(one) for one in read(ns)} == {Hit}
+        assert not cluster.nodes[2].records
+        assert {type(one) for one in ns.delete(KEYS)} == {Hit}
+        assert not any(one.records for one in cluster.nodes)
+
+
+def test_a_draining_target_is_read_and_not_written(cluster) -> None:
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+        kept = len(cluster.nodes[1].records)
+        assert kept
+        cluster.show(states={1: "draining"}, previous=[{"t1": 1.0}])
+        assert {type(one) for one in read(ns)} == {Hit}
+        other = ns.keys(list(range(1000, 1000 + 4 * COUNT)))
+        assert {type(one) for one in ns.put(other, PAYLOADS)} == {Stored}
+        assert len(cluster.nodes[1].records) == kept
+
+
+def test_a_silent_copy_is_given_up_for_the_other_one(cluster) -> None:
+    cluster.show(copies=2)
+    go_on = threading.Event()
+    with KVClient.connect(cluster.nodes[0].address, deadline=20) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+
+        def silent(link, frame) -> bool:
+            if frame.type in (FrameType.GET, FrameType.HELLO, FrameType.MATCH):
+                go_on.wait(60)
+            return False
+
+        cluster.nodes[1].script = silent
+        try:
+            assert {type(one) for one in read(ns)} == {Hit}
+            assert client.stats()["breaker_opened"] == 1
+            cluster.clear_calls()
+            assert {type(one) for one in read(ns)} == {Hit}
+            with ns.match(KEYS) as found:
+                assert found.chunks == COUNT
+            assert not cluster.nodes[1].count(FrameType.GET), "a broken target is not asked"
+        finally:
+            go_on.set()
+
+
+def test_another_node_at_a_targets_address_is_not_asked_for_its_keys(cluster) -> None:
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+        kept = {key for _, key in cluster.nodes[2].records}
+        cluster.nodes[2].restart()
+        cluster.nodes[2].node_id = "stranger"
+        cluster.clear_calls()
+        results = read(ns)
+        assert {at for at, one in enumerate(results) if one == Miss(MissReason.UNAVAILABLE)} == {
+            at for at in range(COUNT) if KEYS[at].digest in kept
+        }
+        assert set(cluster.nodes[2].calls) <= {FrameType.HELLO, FrameType.VIEW}
+        cluster.nodes[2].node_id = "n2"
+        client.refresh()
+        assert {type(one) for one in ns.wait(KEYS)} <= {Hit, Miss}
+
+
+def test_tasks_read_copies_as_threads_do(cluster) -> None:
+    cluster.show(copies=2)
+
+    async def work() -> None:
+        async with await AsyncKVClient.connect(cluster.nodes[0].address) as client:
+            ns = client.namespace(NAMESPACE)
+            assert {one.copies for one in await ns.put(KEYS, PAYLOADS)} == {2}
+            cluster.nodes[1].stop()
+            memory = [bytearray(len(one)) for one in PAYLOADS]
+            assert {type(one) for one in await ns.get_into(KEYS, memory)} == {Hit}
+            assert [bytes(one) for one in memory] == PAYLOADS
+            async with ns.match(KEYS) as found:
+                assert found.chunks == COUNT
+
+    asyncio.run(work())
