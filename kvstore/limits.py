@@ -71,6 +71,7 @@ DEVICE_LOCK_WAIT_NS: Final = 10 * SECOND_NS
 DEVICE_CLAIM_WAIT_NS: Final = 200 * MS_NS
 DEVICE_RETRIES_MAX: Final = 64
 DEVICE_THREADS_MAX: Final = 32
+EXTENTS_PER_THREAD: Final = 4  # of a scattered read, that one thread of the pool reads one after the other
 DEVICE_FAILED_AFTER_ERRORS: Final = 8
 DEVICE_SUSPECT_NS: Final = 30 * SECOND_NS
 DEVICE_TRIAL_NS: Final = 5 * SECOND_NS

@@ -3,8 +3,8 @@
  *
  * Raw system calls and <linux/io_uring.h> only; no liburing. One Ring drives one file from one thread:
  *
- *   submit(ops, start, odd)  takes operations (kvstore.device.base.IoOp) until the depth is reached and starts them
- *                            with one system call;
+ *   submit(ops, start, odd)  takes operations (kvstore.device.base.IoOp, kvstore.device.scattered.ScatteredRead) until
+ *                            the depth is reached and starts them with one system call;
  *   reap()                   collects what has completed, never waits;
  *   wait()                   waits for one completion without the GIL (only close needs it);
  *   fileno()                 an eventfd that is readable while completions wait.
@@ -34,6 +34,7 @@
 #define KV_OP_READV_FIXED 60
 #define KV_OP_WRITEV_FIXED 61
 
+#define KV_INTERFACE 2                       /* of this module to kvstore.device.uring; see uring_probe.py */
 #define KV_VECTORS_MAX 1024                  /* IOV_MAX, readv(2) */
 #define KV_PIECE_BYTES_MAX (1ull << 30)      /* largest registered buffer, io_uring_register(2) */
 #define KV_PIECES_MAX 16384                  /* most registered buffers, io_uring_register(2) */
@@ -45,8 +46,18 @@
 #define KV_VARIANT_FIXED 2                   /* READ_FIXED / WRITE_FIXED for one registered buffer */
 #define KV_VARIANT_VECTOR_FIXED 4            /* READV_FIXED / WRITEV_FIXED for several */
 
+/* A scattered read: one operation whose extents have a slot each and fill one buffer, one behind the other. */
+struct group {
+    PyObject *op;          /* owned; NULL while the group is free */
+    Py_buffer memory;
+    unsigned left;         /* extents that have not completed */
+    PyObject *odd;         /* list of (extent, result) of those that did not come whole; NULL without any */
+};
+
 struct slot {
     PyObject *op;          /* owned; NULL while the slot is free */
+    struct group *group;   /* that the slot is an extent of, or NULL */
+    unsigned extent;       /* which one */
     Py_ssize_t length;     /* bytes that complete the operation */
     int view_count;        /* buffers held */
     int view_room;         /* entries in views and vectors */
@@ -72,16 +83,19 @@ typedef struct {
     /* operations in flight */
     struct slot *slots;
     unsigned *free_slots, free_count;
+    struct group *groups;  /* as many as slots: each has an extent at least */
+    unsigned *free_groups, free_group_count;
     /* registered memory, cut into pieces of piece_bytes */
     Py_buffer memory;
     int memory_held;
     uintptr_t memory_start, memory_end;
     uint64_t piece_bytes;
     /* what an operation is compared with */
-    PyObject *kind_read, *kind_write, *kind_sync, *part_type;
+    PyObject *kind_read, *kind_write, *kind_sync, *part_type, *scattered_type;
 } Ring;
 
-static PyObject *name_kind, *name_offset, *name_buffers, *name_done_bytes, *name_error;
+static PyObject *name_kind, *name_offset, *name_buffers, *name_done_bytes, *name_error, *name_offsets, *name_lengths;
+static PyObject *name_faults;
 
 static int ring_enter(Ring *ring, unsigned submit, unsigned complete, unsigned flags)
 {
@@ -129,10 +143,21 @@ static void release_slot(Ring *ring, struct slot *slot)
     PyObject *op = slot->op;
     int count = slot->view_count;
     slot->op = NULL;
+    slot->group = NULL;
     slot->view_count = 0;
     for (int i = 0; i < count; i++)
         PyBuffer_Release(&slot->views[i]);
     ring->free_slots[ring->free_count++] = (unsigned)(slot - ring->slots);
+    Py_XDECREF(op);
+}
+
+static void release_group(Ring *ring, struct group *group)
+{
+    PyObject *op = group->op, *odd = group->odd;
+    group->op = group->odd = NULL;
+    PyBuffer_Release(&group->memory);
+    ring->free_groups[ring->free_group_count++] = (unsigned)(group - ring->groups);
+    Py_XDECREF(odd);
     Py_XDECREF(op);
 }
 
@@ -222,20 +247,20 @@ static int set_up(Ring *ring)
 static int Ring_init(Ring *ring, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"fd", "depth", "size_bytes", "alignment_bytes", "read", "write", "sync",
-                            "part_type", "setup_flags", NULL};
+                            "part_type", "scattered_type", "setup_flags", NULL};
     unsigned long long alignment = 0;
-    PyObject *kind_read = NULL, *kind_write = NULL, *kind_sync = NULL, *part_type = NULL;
+    PyObject *kind_read = NULL, *kind_write = NULL, *kind_sync = NULL, *part_type = NULL, *scattered_type = NULL;
 
     if (ring->slots != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "a ring is made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iI|$KKOOOOI:Ring", names, &ring->file_fd, &ring->depth,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iI|$KKOOOOOI:Ring", names, &ring->file_fd, &ring->depth,
                                      &ring->size_bytes, &alignment, &kind_read, &kind_write, &kind_sync,
-                                     &part_type, &ring->setup_flags))
+                                     &part_type, &scattered_type, &ring->setup_flags))
         return -1;
-    if (!kind_read || !kind_write || !kind_sync || !part_type) {
-        PyErr_SetString(PyExc_TypeError, "read, write, sync and part_type must be given by name");
+    if (!kind_read || !kind_write || !kind_sync || !part_type || !scattered_type) {
+        PyErr_SetString(PyExc_TypeError, "read, write, sync, part_type and scattered_type must be given by name");
         return -1;
     }
     if (ring->depth == 0 || ring->depth > KV_DEPTH_MAX) {
@@ -251,9 +276,12 @@ static int Ring_init(Ring *ring, PyObject *args, PyObject *kwargs)
     ring->kind_write = Py_NewRef(kind_write);
     ring->kind_sync = Py_NewRef(kind_sync);
     ring->part_type = Py_NewRef(part_type);
+    ring->scattered_type = Py_NewRef(scattered_type);
     ring->slots = PyMem_Calloc(ring->depth, sizeof(struct slot));
     ring->free_slots = PyMem_Calloc(ring->depth, sizeof(unsigned));
-    if (ring->slots == NULL || ring->free_slots == NULL) {
+    ring->groups = PyMem_Calloc(ring->depth, sizeof(struct group));
+    ring->free_groups = PyMem_Calloc(ring->depth, sizeof(unsigned));
+    if (ring->slots == NULL || ring->free_slots == NULL || ring->groups == NULL || ring->free_groups == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -261,8 +289,10 @@ static int Ring_init(Ring *ring, PyObject *args, PyObject *kwargs)
         unmap(ring);
         return -1;
     }
-    for (unsigned i = 0; i < ring->depth; i++)
+    for (unsigned i = 0; i < ring->depth; i++) {
         ring->free_slots[ring->free_count++] = ring->depth - 1 - i;
+        ring->free_groups[ring->free_group_count++] = ring->depth - 1 - i;
+    }
     ring->owner = getpid();
     ring->closed = 0;
     return 0;
@@ -380,13 +410,136 @@ static void fill_transfer(Ring *ring, struct io_uring_sqe *sqe, struct slot *slo
     sqe->opcode = writing ? IORING_OP_WRITEV : IORING_OP_READV;
 }
 
-enum outcome { FAILED = -1, PREPARED = 0, ODD = 1 };
+enum outcome { FAILED = -1, PREPARED = 0, ODD = 1, NO_ROOM = 2 };
+
+/* The next submission entry, for what `slot` holds. It is free: unsubmitted <= in_flight < depth <= entries. */
+static struct io_uring_sqe *next_entry(Ring *ring, const struct slot *slot)
+{
+    struct io_uring_sqe *sqe = &ring->sqes[*ring->sq_tail & ring->sq_mask];
+    memset(sqe, 0, sizeof *sqe);
+    sqe->fd = ring->file_registered ? 0 : ring->file_fd;
+    sqe->flags = ring->file_registered ? IOSQE_FIXED_FILE : 0;
+    sqe->user_data = (uint64_t)(slot - ring->slots);
+    return sqe;
+}
+
+/* It has been filled in. */
+static void entry_filled(Ring *ring)
+{
+    __atomic_store_n(ring->sq_tail, *ring->sq_tail + 1, __ATOMIC_RELEASE);
+    ring->unsubmitted++;
+    ring->in_flight++;
+}
+
+static int set_unfinished(PyObject *op)
+{
+    PyObject *zero = PyLong_FromLong(0);
+    int failed = zero == NULL || PyObject_SetAttr(op, name_done_bytes, zero) < 0
+                 || PyObject_SetAttr(op, name_error, Py_None) < 0;
+    Py_XDECREF(zero);
+    return failed ? -1 : 0;
+}
+
+/* Number `at` of a list of ints; -1 where it is not one of 0 to 2^63-1 (no exception). */
+static long long number_at(PyObject *list, Py_ssize_t at)
+{
+    int overflow = 0;
+    PyObject *item = at < PyList_GET_SIZE(list) ? PyList_GET_ITEM(list, at) : NULL;
+    if (item == NULL || !PyLong_CheckExact(item))
+        return -1;
+    long long number = PyLong_AsLongLongAndOverflow(item, &overflow);
+    return overflow || number < 0 ? -1 : number;
+}
+
+/* Put every extent of a scattered read into an entry of its own; all of them or none. */
+static enum outcome prepare_scattered(Ring *ring, PyObject *op, size_t *batch_bytes)
+{
+    enum outcome outcome = FAILED;
+    PyObject *offsets = PyObject_GetAttr(op, name_offsets), *lengths = PyObject_GetAttr(op, name_lengths);
+    PyObject *buffers = PyObject_GetAttr(op, name_buffers);
+    struct group *group = NULL;
+
+    if (offsets == NULL || lengths == NULL || buffers == NULL)
+        goto end;
+    if (!PyList_CheckExact(offsets) || !PyList_CheckExact(lengths) || !PyList_CheckExact(buffers)
+        || PyList_GET_SIZE(buffers) != 1 || PyList_GET_SIZE(offsets) != PyList_GET_SIZE(lengths)) {
+        PyErr_SetString(PyExc_TypeError, "a scattered read needs lists of as many offsets as lengths, and one buffer");
+        goto end;
+    }
+    Py_ssize_t count = PyList_GET_SIZE(offsets);
+    if (count == 0 || count > (Py_ssize_t)ring->depth) {
+        outcome = ODD;
+        goto end;
+    }
+    if (count > (Py_ssize_t)ring->free_count) {
+        outcome = NO_ROOM;
+        goto end;
+    }
+    group = &ring->groups[ring->free_groups[--ring->free_group_count]];
+    if (PyObject_GetBuffer(PyList_GET_ITEM(buffers, 0), &group->memory, PyBUF_WRITABLE) < 0) {
+        ring->free_group_count++;
+        group = NULL;
+        goto end;
+    }
+    group->op = Py_NewRef(op);
+    if (set_unfinished(op) < 0 || PyObject_SetAttr(op, name_faults, Py_None) < 0) /* the last that may run Python code: the lists are as they are from here on */
+        goto end;
+    uintptr_t bits = (uintptr_t)group->memory.buf;
+    unsigned long long total = 0, pages = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        long long offset = number_at(offsets, i), length = number_at(lengths, i);
+        if (offset < 0 || length <= 0 || length > group->memory.len) {
+            outcome = ODD;
+            goto end;
+        }
+        pages |= (unsigned long long)offset | (unsigned long long)length;
+        total += (unsigned long long)length;
+    }
+    if ((bits & ring->align_mask) || (pages & (4096 - 1)) || total != (unsigned long long)group->memory.len) {
+        outcome = ODD;
+        goto end;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) /* so that nothing can fail once the first extent is in an entry */
+        if (reserve_views(&ring->slots[ring->free_slots[ring->free_count - 1 - (unsigned)i]], 1) < 0)
+            goto end;
+    char *at = group->memory.buf;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        long long offset = number_at(offsets, i), length = number_at(lengths, i);
+        struct slot *slot = &ring->slots[ring->free_slots[--ring->free_count]];
+        slot->op = Py_NewRef(op);
+        slot->group = group;
+        slot->extent = (unsigned)i;
+        slot->length = (Py_ssize_t)length;
+        slot->view_count = 0;
+        slot->vectors[0] = (struct iovec){at, (size_t)length};
+        struct io_uring_sqe *sqe = next_entry(ring, slot);
+        sqe->off = (uint64_t)offset;
+        fill_transfer(ring, sqe, slot, 1, 0);
+        entry_filled(ring);
+        at += length;
+    }
+    *batch_bytes += (size_t)total;
+    group->left = (unsigned)count;
+    group = NULL;
+    outcome = PREPARED;
+
+end:
+    if (group != NULL)
+        release_group(ring, group);
+    Py_XDECREF(offsets);
+    Py_XDECREF(lengths);
+    Py_XDECREF(buffers);
+    return outcome;
+}
 
 /* Put one operation into the next submission entry. ODD: not for the kernel as it is (see submit). */
 static enum outcome prepare(Ring *ring, PyObject *op, size_t *batch_bytes)
 {
     enum outcome outcome = FAILED;
-    PyObject *kind = NULL, *offset_object = NULL, *buffers_object = NULL, *buffers = NULL, *zero = NULL;
+    PyObject *kind = NULL, *offset_object = NULL, *buffers_object = NULL, *buffers = NULL;
+
+    if ((PyObject *)Py_TYPE(op) == ring->scattered_type)
+        return prepare_scattered(ring, op, batch_bytes);
     struct slot *slot = &ring->slots[ring->free_slots[--ring->free_count]];
     struct io_uring_sqe *sqe;
     unsigned long long offset = 0;
@@ -431,14 +584,10 @@ static enum outcome prepare(Ring *ring, PyObject *op, size_t *batch_bytes)
         if (PySequence_Fast_GET_SIZE(buffers) > KV_VECTORS_MAX)
             slot->length = -1; /* more to come: the completion is never the whole */
     }
-    if ((zero = PyLong_FromLong(0)) == NULL || PyObject_SetAttr(op, name_done_bytes, zero) < 0
-        || PyObject_SetAttr(op, name_error, Py_None) < 0)
+    if (set_unfinished(op) < 0)
         goto give_up;
 
-    /* The entry is free: unsubmitted <= in_flight < depth <= entries. */
-    unsigned tail = *ring->sq_tail;
-    sqe = &ring->sqes[tail & ring->sq_mask];
-    memset(sqe, 0, sizeof *sqe);
+    sqe = next_entry(ring, slot);
     if (syncing) {
         sqe->opcode = IORING_OP_FSYNC;
         sqe->fsync_flags = IORING_FSYNC_DATASYNC;
@@ -447,12 +596,7 @@ static enum outcome prepare(Ring *ring, PyObject *op, size_t *batch_bytes)
         fill_transfer(ring, sqe, slot, vectors, writing);
         *batch_bytes += (size_t)(slot->length > 0 ? slot->length : 0);
     }
-    sqe->fd = ring->file_registered ? 0 : ring->file_fd;
-    sqe->flags = ring->file_registered ? IOSQE_FIXED_FILE : 0;
-    sqe->user_data = (uint64_t)(slot - ring->slots);
-    __atomic_store_n(ring->sq_tail, tail + 1, __ATOMIC_RELEASE);
-    ring->unsubmitted++;
-    ring->in_flight++;
+    entry_filled(ring);
     outcome = PREPARED;
     slot = NULL;
 
@@ -461,7 +605,6 @@ give_up:
     Py_XDECREF(offset_object);
     Py_XDECREF(buffers_object);
     Py_XDECREF(buffers);
-    Py_XDECREF(zero);
     if (slot != NULL)
         release_slot(ring, slot);
     return outcome;
@@ -500,7 +643,8 @@ PyDoc_STRVAR(submit_doc,
 "submit(ops, start, odd) -> int\n\n"
 "Start operations of the sequence `ops` from index `start` on, until the depth is reached; returns how many were\n"
 "taken. Those that the kernel cannot carry out as they are (unaligned offset, length or memory, a write beyond the\n"
-"drive, no bytes at all) count as taken, are appended to the list `odd` and are not started.\n"
+"drive, no bytes at all, more extents than the depth) count as taken, are appended to the list `odd` and are not\n"
+"started. A scattered read is started whole: where there is no room for all of its extents, it is not taken.\n"
 "Raises TypeError for what is not an operation; those before it have been started.");
 
 static PyObject *Ring_submit(Ring *ring, PyObject *const *args, Py_ssize_t arg_count)
@@ -532,7 +676,7 @@ static PyObject *Ring_submit(Ring *ring, PyObject *const *args, Py_ssize_t arg_c
         if (outcome == ODD && PyList_Append(args[2], op) < 0)
             outcome = FAILED;
         Py_DECREF(op);
-        if (outcome == FAILED)
+        if (outcome == FAILED || outcome == NO_ROOM)
             break;
     }
     ring->busy = 0;
@@ -550,6 +694,42 @@ static PyObject *Ring_submit(Ring *ring, PyObject *const *args, Py_ssize_t arg_c
 }
 
 /* ---- reaping -------------------------------------------------------------------------------------------------- */
+
+static int finish_group(Ring *ring, struct group *group, PyObject *done, PyObject *scattered)
+{
+    int failed;
+
+    if (group->odd == NULL) {
+        PyObject *bytes = PyLong_FromSsize_t(group->memory.len);
+        failed = bytes == NULL || PyObject_SetAttr(group->op, name_done_bytes, bytes) < 0
+                 || PyList_Append(done, group->op) < 0;
+        Py_XDECREF(bytes);
+    } else {
+        PyObject *pair = PyTuple_Pack(2, group->op, group->odd);
+        failed = pair == NULL || PyList_Append(scattered, pair) < 0;
+        Py_XDECREF(pair);
+    }
+    release_group(ring, group);
+    return failed ? -1 : 0;
+}
+
+static int complete_extent(Ring *ring, struct slot *slot, int result, PyObject *done, PyObject *scattered)
+{
+    int failed = 0;
+    struct group *group = slot->group;
+
+    if (result != slot->length) {
+        PyObject *pair = Py_BuildValue("(Ii)", slot->extent, result);
+        if (group->odd == NULL)
+            group->odd = PyList_New(0);
+        failed = pair == NULL || group->odd == NULL || PyList_Append(group->odd, pair) < 0;
+        Py_XDECREF(pair);
+    }
+    release_slot(ring, slot);
+    if (--group->left == 0)
+        failed |= finish_group(ring, group, done, scattered) < 0;
+    return failed ? -1 : 0;
+}
 
 static int complete(Ring *ring, struct slot *slot, int result, PyObject *done, PyObject *odd)
 {
@@ -569,7 +749,7 @@ static int complete(Ring *ring, struct slot *slot, int result, PyObject *done, P
     return failed ? -1 : 0;
 }
 
-static int collect(Ring *ring, PyObject *done, PyObject *odd)
+static int collect(Ring *ring, PyObject *done, PyObject *odd, PyObject *scattered)
 {
     int failed = 0;
     unsigned head = *ring->cq_head;
@@ -583,7 +763,10 @@ static int collect(Ring *ring, PyObject *done, PyObject *odd)
         __atomic_store_n(ring->cq_head, head, __ATOMIC_RELEASE);
         if (index < ring->depth && ring->slots[index].op != NULL) {
             ring->in_flight--;
-            failed |= complete(ring, &ring->slots[index], result, done, odd) < 0;
+            if (ring->slots[index].group != NULL)
+                failed |= complete_extent(ring, &ring->slots[index], result, done, scattered) < 0;
+            else
+                failed |= complete(ring, &ring->slots[index], result, done, odd) < 0;
         }
     }
     ring->busy = 0;
@@ -591,10 +774,11 @@ static int collect(Ring *ring, PyObject *done, PyObject *odd)
 }
 
 PyDoc_STRVAR(reap_doc,
-"reap() -> (list of operations, list of (operation, result))\n\n"
+"reap() -> (list of operations, list of (operation, result), list of (operation, list of (extent, result)))\n\n"
 "What has completed, without waiting; clears the eventfd. The first list holds operations that moved all their\n"
 "bytes, with done_bytes set; the second all others and every operation of `part_type`, with the bytes moved or\n"
-"-errno. Buffers are no longer held.");
+"-errno; the third scattered reads, all of whose extents have completed, with those that moved less than all their\n"
+"bytes. Buffers are no longer held.");
 
 static PyObject *Ring_reap(Ring *ring, PyObject *unused)
 {
@@ -619,16 +803,13 @@ static PyObject *Ring_reap(Ring *ring, PyObject *unused)
         if (code < 0 && code != -EINTR && code != -EAGAIN && code != -EBUSY)
             return raise_errno(-code, "io_uring_enter");
     }
-    PyObject *done = PyList_New(0), *odd = PyList_New(0);
-    if (done == NULL || odd == NULL || collect(ring, done, odd) < 0) {
-        Py_XDECREF(done);
-        Py_XDECREF(odd);
-        return NULL;
-    }
-    PyObject *both = PyTuple_Pack(2, done, odd);
-    Py_DECREF(done);
-    Py_DECREF(odd);
-    return both;
+    PyObject *done = PyList_New(0), *odd = PyList_New(0), *scattered = PyList_New(0), *all = NULL;
+    if (done != NULL && odd != NULL && scattered != NULL && collect(ring, done, odd, scattered) == 0)
+        all = PyTuple_Pack(3, done, odd, scattered);
+    Py_XDECREF(done);
+    Py_XDECREF(odd);
+    Py_XDECREF(scattered);
+    return all;
 }
 
 /* Wait, without the GIL, until something can be reaped. Returns 0 or -errno. */
@@ -777,10 +958,11 @@ static int shut(Ring *ring)
             raise_errno(-code, "io_uring_enter");
             return -1;
         }
-        PyObject *done = PyList_New(0), *odd = PyList_New(0);
-        int failed = done == NULL || odd == NULL || collect(ring, done, odd) < 0;
+        PyObject *done = PyList_New(0), *odd = PyList_New(0), *scattered = PyList_New(0);
+        int failed = done == NULL || odd == NULL || scattered == NULL || collect(ring, done, odd, scattered) < 0;
         Py_XDECREF(done);
         Py_XDECREF(odd);
+        Py_XDECREF(scattered);
         if (failed)
             return -1;
     }
@@ -824,12 +1006,15 @@ static void Ring_dealloc(Ring *ring)
             PyMem_Free(ring->slots[i].vectors);
         }
         PyMem_Free(ring->slots);
+        PyMem_Free(ring->groups);
     }
     PyMem_Free(ring->free_slots);
+    PyMem_Free(ring->free_groups);
     Py_XDECREF(ring->kind_read);
     Py_XDECREF(ring->kind_write);
     Py_XDECREF(ring->kind_sync);
     Py_XDECREF(ring->part_type);
+    Py_XDECREF(ring->scattered_type);
     Py_TYPE(ring)->tp_free((PyObject *)ring);
 }
 
@@ -865,7 +1050,8 @@ static PyTypeObject RingType = {
     .tp_name = "kvstore.device._uring.Ring",
     .tp_basicsize = sizeof(Ring),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = PyDoc_STR("Ring(fd, depth, *, size_bytes, alignment_bytes, read, write, sync, part_type, setup_flags=0)"),
+    .tp_doc = PyDoc_STR("Ring(fd, depth, *, size_bytes, alignment_bytes, read, write, sync, part_type, scattered_type, "
+                        "setup_flags=0)"),
     .tp_new = Ring_new,
     .tp_init = (initproc)Ring_init,
     .tp_dealloc = (destructor)Ring_dealloc,
@@ -883,6 +1069,7 @@ static struct PyModuleDef module = {
 static int add_constants(PyObject *made)
 {
     const struct { const char *name; long value; } constants[] = {
+        {"INTERFACE", KV_INTERFACE},
         {"VARIANT_PLAIN", KV_VARIANT_PLAIN},
         {"VARIANT_FIXED", KV_VARIANT_FIXED},
         {"VARIANT_VECTOR_FIXED", KV_VARIANT_VECTOR_FIXED},
@@ -910,8 +1097,11 @@ PyMODINIT_FUNC PyInit__uring(void)
     name_buffers = PyUnicode_InternFromString("buffers");
     name_done_bytes = PyUnicode_InternFromString("done_bytes");
     name_error = PyUnicode_InternFromString("error");
-    if (!name_kind || !name_offset || !name_buffers || !name_done_bytes || !name_error
-        || PyType_Ready(&RingType) < 0)
+    name_offsets = PyUnicode_InternFromString("offsets");
+    name_lengths = PyUnicode_InternFromString("lengths");
+    name_faults = PyUnicode_InternFromString("faults");
+    if (!name_kind || !name_offset || !name_buffers || !name_done_bytes || !name_error || !name_offsets || !name_lengths
+        || !name_faults || PyType_Ready(&RingType) < 0)
         return NULL;
     PyObject *made = PyModule_Create(&module);
     if (made == NULL)

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstore.device.base import IoKind, IoOp
+from kvstore.device.scattered import ScatteredRead
 from kvstore.device.transfer import PartOp
 
+INTERFACE: Final[int]
 VARIANT_PLAIN: Final[int]
 VARIANT_FIXED: Final[int]
 VARIANT_VECTOR_FIXED: Final[int]
@@ -33,6 +35,7 @@ class Ring:
         write: IoKind,
         sync: IoKind,
         part_type: type[PartOp],
+        scattered_type: type[ScatteredRead],
         setup_flags: int = 0,
     ) -> None: ...
     @property
@@ -40,7 +43,9 @@ class Ring:
     @property
     def depth(self) -> int: ...
     def submit(self, ops: Sequence[IoOp], start: int, odd: list[IoOp], /) -> int: ...
-    def reap(self) -> tuple[list[IoOp], list[tuple[IoOp, int]]]: ...
+    def reap(
+        self,
+    ) -> tuple[list[IoOp], list[tuple[IoOp, int]], list[tuple[ScatteredRead, list[tuple[int, int]]]]]: ...
     def wait(self) -> None: ...
     def fileno(self) -> int: ...
     def register_memory(self, memory: memoryview, piece_bytes: int, /) -> None: ...

@@ -38,7 +38,10 @@ class IoOp:
         flow: class tag, for the order in the dispatch queue.
         error: errno-carrying OSError after completion, else None.
         owner: whatever the submitter wants back, typically a callable or a continuation object.
+        extent_count: how many operations of the drive it is; see `scattered.ScatteredRead`.
     """
+
+    extent_count: int = 1
 
     __slots__ = (
         "buffers",
@@ -108,7 +111,10 @@ class Device(Protocol):
         """A descriptor for select/epoll, readable while completions wait."""
 
     def submit(self, ops: Sequence[IoOp]) -> None:
-        """Start operations; never blocks. The caller keeps the number in flight within the queue depth."""
+        """Start operations; never blocks. The caller keeps the number in flight within the queue depth.
+
+        A `ScatteredRead` is as many operations as it has extents, and completes once, when all of them have.
+        """
 
     def poll(self) -> list[IoOp]:
         """Completed operations, `error` and `done_bytes` set. Never blocks; clears the readiness of `fileno()`.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstore.device.base import DeviceMode, IoKind, IoOp
+from kvstore.device.scattered import ScatteredRead
 from kvstore.device.transfer import ALIGNMENT_BYTES, check_op
 from kvstore.errors import Closed, InvalidRequest
 
@@ -78,6 +79,11 @@ class MemoryDevice:
         return done
 
     def _perform(self, op: IoOp) -> None:
+        if isinstance(op, ScatteredRead):
+            for number, extent in enumerate(op.extents()):
+                self._perform(extent)
+                op.settled(number, extent)
+            return
         op.error = check_op(op, self._size_bytes)
         op.done_bytes = 0
         if op.error is not None or op.kind is _SYNC:

@@ -4,6 +4,9 @@ Operations wait in one FIFO per flow class; at most `depth` of them, and a bound
 gets a little first and more with each completion: the first bytes are then on their way to who asked while the next are
 read, even where a drive (or the host of a virtual one) tells of all it was given at once. Counts, latency and health
 are kept here, because every operation of the drive passes by.
+
+A scattered read is one object here and as many operations as it has extents: where not all of them have room it is cut,
+and handed back when its last part has come. It takes one turn of its class, as a long read does.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Final, Protocol
 
 from kvstore.device.base import Device, IoKind, IoOp
 from kvstore.device.health import DriveHealth, HealthMonitor, Transition
+from kvstore.device.scattered import ScatteredRead
 from kvstore.errors import InvalidRequest, Overloaded
 from kvstore.limits import (
     DRIVE_BYTES_AT_FIRST,
@@ -71,8 +75,8 @@ class DispatchQueue:
 
     Args:
         device: the drive; the queue does not own it.
-        depth: operations on the drive at one time. The bytes of all but the last of them stay below
-            DRIVE_BYTES_IN_FLIGHT_MAX, and below DRIVE_BYTES_AT_FIRST until one has completed.
+        depth: operations on the drive at one time, each extent of a scattered read counted. The bytes of all but the
+            last of them stay below DRIVE_BYTES_IN_FLIGHT_MAX, and below DRIVE_BYTES_AT_FIRST until one has completed.
         policy: order between classes.
         metrics: where counts go.
         health: judge of the drive's errors.
@@ -101,6 +105,7 @@ class DispatchQueue:
         self.started_by_flow = [0] * len(FLOWS)
         self.in_flight_by_flow = [0] * len(FLOWS)
         self._queues: list[deque[IoOp]] = [deque() for _ in FLOWS]
+        self._parts: set[ScatteredRead] = set()  # on the drive, of scattered reads that were cut
 
     def fileno(self) -> int:
         """The device's descriptor: readable while completions wait."""
@@ -108,7 +113,7 @@ class DispatchQueue:
 
     def queued_by_flow(self) -> list[int]:
         """Operations that wait, indexed by FlowClass."""
-        return [len(queue) for queue in self._queues]
+        return [sum(_extents_left(op) for op in queue) for queue in self._queues]
 
     def submit(self, op: IoOp) -> None:
         """Queue one operation; `start` or `pump` sends it to the drive.
@@ -119,7 +124,7 @@ class DispatchQueue:
         if self.queued >= QUEUED_OPS_MAX:
             raise Overloaded(f"{self.queued} operations wait for the drive, the limit is {QUEUED_OPS_MAX}; retry later")
         self._queues[op.flow].append(op)
-        self.queued += 1
+        self.queued += op.extent_count
 
     def start(self, now_ns: int | None = None) -> None:
         """Send waiting operations to the drive as far as the depth allows, in one batch."""
@@ -135,29 +140,55 @@ class DispatchQueue:
         flow = waiting[0]
         batch: list[IoOp] = []
         started, in_flight = self.started_by_flow, self.in_flight_by_flow
+        total = 0
         while room and bytes_left > 0:
             if pick is not None:
                 flow = pick(queues)
-            op = queues[flow].popleft()
+            op = queues[flow][0]
+            if op.extent_count == 1:
+                queues[flow].popleft()
+            else:
+                op = self._cut(queues[flow], room, bytes_left)
             op.submitted_ns = now_ns
             bytes_left -= op.length_bytes
-            started[flow] += 1
-            in_flight[flow] += 1
+            count = op.extent_count
+            started[flow] += count
+            in_flight[flow] += count
             batch.append(op)
-            room -= 1
-        self.queued -= len(batch)
-        self.in_flight += len(batch)
+            room -= count
+            total += count
+        self.queued -= total
+        self.in_flight += total
         self.in_flight_bytes += bytes_room - bytes_left
         self.device.submit(batch)
 
-    def _take_all(self) -> list[IoOp]:
-        batch: list[IoOp] = []
-        for queue in self._queues:
-            if queue:
-                batch.extend(queue)
-                queue.clear()
-        self.queued = 0
-        return batch
+    def _cut(self, queue: deque[IoOp], room: int, bytes_room: int) -> IoOp:
+        """Take of the first operation, a scattered read, what fits: all that is left of it, or a part."""
+        op = queue[0]
+        assert isinstance(op, ScatteredRead)
+        count = op.fitting(room, bytes_room)
+        if count == op.extent_count:
+            queue.popleft()
+            return op
+        part = op.cut(count)
+        self._parts.add(part)
+        if op.begun == op.extent_count:
+            queue.popleft()
+        return part
+
+    def _join(self, done: Sequence[IoOp]) -> list[IoOp]:
+        """What completed, with the wholes of parts in their place when the last part has come."""
+        joined: list[IoOp] = []
+        for op in done:
+            if op not in self._parts:
+                joined.append(op)
+                continue
+            assert isinstance(op, ScatteredRead)
+            assert op.whole is not None
+            self._parts.discard(op)
+            if op.whole.join(op):
+                joined.append(op.whole)
+        return joined
 
     def pump(self, now_ns: int | None = None) -> list[IoOp]:
         """Collect completions, start more; returns what completed, with `error` and `done_bytes` set. Never blocks."""
@@ -167,6 +198,8 @@ class DispatchQueue:
         if done:
             self._account(done, now_ns)
             self._bytes_max = min(2 * self._bytes_max, DRIVE_BYTES_IN_FLIGHT_MAX)
+            if self._parts:
+                done = self._join(done)
         if self.queued:
             self.start(now_ns)
         elif not self.in_flight:
@@ -176,12 +209,14 @@ class DispatchQueue:
     def _account(self, done: Sequence[IoOp], now_ns: int) -> None:
         """Count what completed; operations that went to the drive together and came back together, at once."""
         in_flight = self.in_flight_by_flow
-        bytes_done = failed = 0
+        bytes_done = failed = total = 0
         first = done[0]
         kind, flow, submitted_ns = first.kind, first.flow, first.submitted_ns
         count = moved = 0
         for op in done:
             bytes_done += op.length_bytes
+            extents = op.extent_count
+            total += extents
             if op.error is not None:
                 failed += 1
                 in_flight[op.flow] -= 1
@@ -192,14 +227,26 @@ class DispatchQueue:
                     self._count_done(kind, flow, count, moved, now_ns - submitted_ns)
                 kind, flow, submitted_ns = op.kind, op.flow, op.submitted_ns
                 count = moved = 0
-            count += 1
+            if isinstance(op, ScatteredRead) and op.faults:
+                bad = self._count_faults(op, now_ns)
+                failed += bad
+                extents -= bad
+            count += extents
             moved += op.done_bytes
         if count:
             self._count_done(kind, flow, count, moved, now_ns - submitted_ns)
-        self.in_flight -= len(done)
+        self.in_flight -= total
         self.in_flight_bytes -= bytes_done
-        if failed < len(done):
+        if failed < total:
             self._note(self.health.note_success(now_ns))
+
+    def _count_faults(self, op: ScatteredRead, now_ns: int) -> int:
+        """Count the extents that failed; how many there were."""
+        errors = [error for _, error in (op.faults or {}).values() if error is not None]
+        self.in_flight_by_flow[op.flow] -= len(errors)
+        for error in errors:
+            self._count_error(error, now_ns)
+        return len(errors)
 
     def _count_done(self, kind: IoKind, flow: FlowClass, count: int, moved_bytes: int, took_ns: int) -> None:
         metrics = self.metrics
@@ -231,7 +278,14 @@ class DispatchQueue:
 
     def drain(self) -> list[IoOp]:
         """Take back everything that waits and was never started, for a shutdown; what is in flight goes on."""
-        return self._take_all()
+        batch: list[IoOp] = []
+        for queue in self._queues:
+            begun = [op for op in queue if _extents_left(op) < op.extent_count]  # goes on as well
+            batch.extend(op for op in queue if op not in begun)
+            queue.clear()
+            queue.extend(begun)
+        self.queued = sum(self.queued_by_flow())
+        return batch
 
     def update_gauges(self) -> None:
         """Write mode and queue state into the metrics; call before they are sent."""
@@ -239,3 +293,8 @@ class DispatchQueue:
         metrics.mode, metrics.mode_reason, metrics.direct_io = mode.name, mode.reason, int(mode.direct_io)
         metrics.healthy = int(self.health.health is not DriveHealth.FAILED)
         metrics.queue_depth, metrics.in_flight, metrics.queued = self.depth, self.in_flight, self.queued
+
+
+def _extents_left(op: IoOp) -> int:
+    """Operations of the drive that have not been started."""
+    return op.extent_count - (op.begun if isinstance(op, ScatteredRead) else 0)

@@ -1,7 +1,8 @@
 """The thread pool device: preadv and pwritev on a pool of threads. Works wherever a file can be opened.
 
 Threads take operations from one queue and append what is done to another; the driver is woken through an eventfd once
-for as many completions as come together.
+for as many completions as come together. Handing an operation to a thread and back costs more than a small read, so a
+thread takes several extents of a scattered read at one time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Final
 
 from kvstore.device.base import DeviceMode, IoKind, IoOp
 from kvstore.device.file import DataFile
+from kvstore.device.scattered import ScatteredRead
 from kvstore.device.transfer import (
     ALIGNMENT_BYTES,
     PartOp,
@@ -28,7 +30,7 @@ from kvstore.device.transfer import (
     unbounce,
 )
 from kvstore.errors import Closed
-from kvstore.limits import DEVICE_RETRIES_MAX, DEVICE_THREADS_MAX, IO_VECTORS_MAX
+from kvstore.limits import DEVICE_RETRIES_MAX, DEVICE_THREADS_MAX, EXTENTS_PER_THREAD, IO_VECTORS_MAX
 from kvstore.telemetry.metrics import DeviceMetrics
 
 # Bound once: reading a member of an enum costs as much as ten other attribute reads, and each operation needs it.
@@ -68,6 +70,7 @@ class ThreadsDevice:
         self._signalled = False
         self._todo: SimpleQueue[IoOp | None] = SimpleQueue()
         self._done: deque[IoOp] = deque()
+        self._parts: set[ScatteredRead] = set()  # of scattered reads that several threads share
         self._threads = [
             threading.Thread(target=self._work, name=f"kvstore-io-{index}", daemon=True)
             for index in range(min(depth, DEVICE_THREADS_MAX))
@@ -98,7 +101,14 @@ class ThreadsDevice:
         self._check_open()
         put = self._todo.put
         for op in ops:
-            put(op)
+            if op.extent_count > EXTENTS_PER_THREAD:
+                assert isinstance(op, ScatteredRead)
+                while op.begun < op.extent_count:
+                    part = op.cut(EXTENTS_PER_THREAD)
+                    self._parts.add(part)
+                    put(part)
+            else:
+                put(op)
 
     def poll(self) -> list[IoOp]:
         self._check_open()
@@ -113,7 +123,15 @@ class ThreadsDevice:
         done = self._done
         found: list[IoOp] = []
         while done:
-            found.append(done.popleft())
+            op = done.popleft()
+            if op in self._parts:
+                assert isinstance(op, ScatteredRead)
+                self._parts.discard(op)
+                assert op.whole is not None
+                if not op.whole.join(op):
+                    continue
+                op = op.whole
+            found.append(op)
         return found
 
     def allocate(self, offset: int, length_bytes: int) -> None:
@@ -151,6 +169,16 @@ class ThreadsDevice:
                 os.eventfd_write(self._event_fd, 1)
 
     def _perform(self, op: IoOp) -> None:
+        if isinstance(op, ScatteredRead):
+            try:
+                extents = op.extents()
+            except ValueError:  # memory that was released: the thread must outlive it
+                op.faults = dict.fromkeys(range(op.extent_count), (0, describe(op, errno.EFAULT)))
+                return
+            for number, extent in enumerate(extents):
+                self._perform(extent)
+                op.settled(number, extent)
+            return
         op.done_bytes = 0
         op.error = check_op(op, self._file.size_bytes)
         if op.error is not None:

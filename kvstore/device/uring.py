@@ -14,11 +14,15 @@ from typing import Protocol
 
 from kvstore.device.base import DeviceMode, IoOp
 from kvstore.device.file import DataFile
+from kvstore.device.scattered import ScatteredRead
 from kvstore.device.transfer import ALIGNMENT_BYTES, PartOp, Step, bounce, check_op, describe, rest_of, settle, unbounce
 from kvstore.device.uring_probe import UringAbilities
 from kvstore.errors import Closed
 from kvstore.limits import DEVICE_RETRIES_MAX, REGISTERED_PIECE_BYTES
 from kvstore.telemetry.metrics import DeviceMetrics
+
+Reaped = tuple[list[IoOp], list[tuple[IoOp, int]], list[tuple[ScatteredRead, list[tuple[int, int]]]]]
+"""What moved all its bytes; what else, with the result; scattered reads with the extents that did not."""
 
 
 class Ring(Protocol):
@@ -31,7 +35,7 @@ class Ring(Protocol):
     @property
     def depth(self) -> int: ...
     def submit(self, ops: Sequence[IoOp], start: int, odd: list[IoOp], /) -> int: ...
-    def reap(self) -> tuple[list[IoOp], list[tuple[IoOp, int]]]: ...
+    def reap(self) -> Reaped: ...
     def wait(self) -> None: ...
     def fileno(self) -> int: ...
     def register_memory(self, memory: memoryview, piece_bytes: int, /) -> None: ...
@@ -68,6 +72,9 @@ class UringDevice:
         self._backlog: deque[IoOp] = deque()  # waits for room in the ring, in order
         self._ready: list[IoOp] = []  # finished without the kernel
         self._retries: dict[IoOp, int] = {}
+        # parts of scattered reads that go on their own: of which, and which extent, or None for several
+        self._parts: dict[IoOp, tuple[ScatteredRead, int | None]] = {}
+        self._extents_left: dict[ScatteredRead, int] = {}
         self._closed = False
         try:
             ring.register_file()
@@ -120,13 +127,20 @@ class UringDevice:
 
     def poll(self) -> list[IoOp]:
         self._check_open()
-        done, odd = self._ring.reap()
-        if odd or self._backlog or self._ready:
-            for op, result in odd:
-                self._settle(op, result, done)
-            self._pump()
-            done.extend(self._ready)
-            self._ready.clear()
+        reaped, odd, scattered = self._ring.reap()
+        if not (odd or scattered or self._backlog or self._ready or self._parts):
+            return reaped
+        done: list[IoOp] = []
+        for op in reaped:
+            self._finish(op, done)
+        for op, result in odd:
+            self._settle(op, result, done)
+        for whole, results in scattered:
+            self._settle_extents(whole, results, done)
+        self._pump()
+        ready, self._ready = self._ready, []
+        for op in ready:
+            self._finish(op, done)
         return done
 
     def allocate(self, offset: int, length_bytes: int) -> None:
@@ -164,10 +178,15 @@ class UringDevice:
             taken = self._ring.submit(batch, 0, odd)
             backlog.extendleft(reversed(batch[taken:]))
             self._take_odd(odd)
+            if taken < len(batch):
+                return  # a scattered read, for which there is not room enough yet
 
     def _take_odd(self, ops: Sequence[IoOp]) -> None:
         """Operations that the ring did not start: refused ones finish now, unaligned ones go through our memory."""
         for op in ops:
+            if isinstance(op, ScatteredRead):
+                self._take_apart(op)
+                continue
             error = check_op(op, self._file.size_bytes)
             if error is None and op.length_bytes:
                 self._backlog.append(bounce(op))
@@ -177,6 +196,48 @@ class UringDevice:
             if not self._ready:
                 os.eventfd_write(self._event_fd, 1)
             self._ready.append(op)
+
+    def _take_apart(self, op: ScatteredRead) -> None:
+        """A scattered read that the ring cannot take as it is goes in parts, or each extent by itself."""
+        depth = self._ring.depth
+        if op.extent_count > depth:
+            while op.begun < op.extent_count:
+                part = op.cut(depth)
+                self._parts[part] = op, None
+                self._backlog.append(part)
+            return
+        extents = op.extents()
+        self._extents_left[op] = len(extents)
+        for number, extent in enumerate(extents):
+            self._parts[extent] = op, number
+        self._take_odd(extents)
+
+    def _settle_extents(self, op: ScatteredRead, results: Sequence[tuple[int, int]], done: list[IoOp]) -> None:
+        """Go on with the extents of a scattered read that did not complete whole in one call."""
+        op.done_bytes = op.length_bytes - sum(op.lengths[number] for number, _ in results)
+        self._extents_left[op] = len(results)
+        for number, result in results:
+            extent = op.extent(number)
+            self._parts[extent] = op, number
+            self._settle(extent, result, done)
+
+    def _finish(self, op: IoOp, done: list[IoOp]) -> None:
+        """An operation has ended; a part of a scattered read ends that with the last one."""
+        part = self._parts.pop(op, None)
+        if part is None:
+            done.append(op)
+            return
+        whole, number = part
+        if number is None:
+            assert isinstance(op, ScatteredRead)
+            if whole.join(op):
+                self._finish(whole, done)
+            return
+        whole.settled(number, op)
+        left = self._extents_left[whole] = self._extents_left[whole] - 1
+        if not left:
+            del self._extents_left[whole]
+            self._finish(whole, done)
 
     def _settle(self, op: IoOp, result: int, done: list[IoOp]) -> None:
         """Go on with an operation that did not complete whole in one call."""
@@ -200,4 +261,4 @@ class UringDevice:
             original.done_bytes = op.start_bytes + op.done_bytes
             original.error = op.error
             op = original
-        done.append(op)
+        self._finish(op, done)

@@ -12,6 +12,7 @@ from typing import Final
 
 from kvstore.device.base import IoKind, IoOp
 from kvstore.device.file import DataFile
+from kvstore.device.scattered import ScatteredRead
 from kvstore.device.transfer import ALIGNMENT_BYTES, PartOp
 from kvstore.errors import Unavailable
 from kvstore.limits import REGISTERED_PIECE_BYTES
@@ -21,7 +22,8 @@ try:
 except ImportError as import_error:
     BINDING_MISSING = f"kvstore.device._uring is not built ({import_error})"
 else:
-    BINDING_MISSING = ""
+    # of an older build, in a checkout that was not installed anew since
+    BINDING_MISSING = "" if getattr(_uring, "INTERFACE", 0) == 2 else "kvstore.device._uring is of another version"
 
 DISABLED_SYSCTL: Final = Path("/proc/sys/kernel/io_uring_disabled")
 
@@ -67,6 +69,7 @@ def _make_ring(file: DataFile, *, depth: int, setup_flags: int) -> _uring.Ring:
         write=IoKind.WRITE,
         sync=IoKind.SYNC,
         part_type=PartOp,
+        scattered_type=ScatteredRead,
         setup_flags=setup_flags,
     )
 
@@ -122,7 +125,7 @@ def _try_one(ring: _uring.Ring, op: IoOp) -> str:
     """Run one operation to its end; why it does not work, or an empty string."""
     ring.submit([op], 0, [])
     ring.wait()
-    _, odd = ring.reap()
+    _, odd, _ = ring.reap()
     for _, result in odd:
         if result < 0:
             return os.strerror(-result)

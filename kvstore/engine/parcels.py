@@ -10,9 +10,11 @@ error of the drive, bytes that are not right. Nothing is kept in the cache on th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import sub
 from typing import Final
 
-from kvstore.device.base import IoKind, IoOp
+from kvstore.device.base import IoOp
+from kvstore.device.scattered import ScatteredRead
 from kvstore.engine.arena import Piece
 from kvstore.engine.cache import Cache
 from kvstore.engine.catalog import Catalog
@@ -33,7 +35,6 @@ from kvstore.telemetry.metrics import EngineMetrics
 
 _PLACE_SHIFT: Final = PAGES_BITS + DEPTH_BITS
 _PAGES_MASK: Final = (1 << PAGES_BITS) - 1
-_READ: Final = IoKind.READ
 
 
 class Parcel:
@@ -43,8 +44,7 @@ class Parcel:
         request: whom it is for.
         wants: (location, the request's index) of its records, in the order of their places in memory.
         starts: of its runs.
-        errors: of operations that failed, by their offset on the drive.
-        left: operations that have not completed.
+        errors: of runs that could not be read, by number.
         flights: its records one by one, once it goes the general way.
         generations: of the segments it was read from, by number, as they were when it landed.
     """
@@ -56,7 +56,6 @@ class Parcel:
         "errors",
         "flights",
         "generations",
-        "left",
         "length_bytes",
         "payload",
         "payload_bytes",
@@ -83,7 +82,6 @@ class Parcel:
         self.piece = piece
         self.length_bytes = len(piece.view)
         self.version = version
-        self.left = len(starts)
         self.errors: dict[int, OSError] = {}
         self.flights: list[Flight] = []
         self.generations: dict[int, int] = {}
@@ -98,19 +96,16 @@ class Parcel:
         return [index for _, index in self.wants]
 
     def done(self, op: IoOp) -> None:
-        """One of its operations has completed."""
-        if op.error is not None or op.done_bytes < op.length_bytes:
-            self._erred(op)
-        self.left -= 1
-        if not self.left:
-            self._parcels.landed(self)
-
-    def _erred(self, op: IoOp) -> None:
-        if op.error is not None:
-            self.errors[op.offset] = op.error
-        else:
-            # Behind the allocated end of the drive: what stands in memory there is somebody else's old bytes.
-            op.buffers[0][op.done_bytes :] = bytes(op.length_bytes - op.done_bytes)
+        """It has been read, or parts of it have failed to be."""
+        assert isinstance(op, ScatteredRead)
+        for run, (came_bytes, error) in (op.faults or {}).items():
+            if error is not None:
+                self.errors[run] = error
+            else:
+                # Behind the allocated end of the drive: what stands in memory there is somebody else's old bytes.
+                at, length = self.starts[run][1], op.lengths[run]
+                self.piece.view[at + came_bytes : at + length] = bytes(length - came_bytes)
+        self._parcels.landed(self)
 
     def unpack(self) -> None:
         """See `loads.Bundle`."""
@@ -183,13 +178,15 @@ class Parcels:
         return True
 
     def _submit(self, parcel: Parcel, starts: Starts) -> None:
-        table, view, done = self._table, parcel.piece.view, parcel.done
-        submit, flow = self._queue.submit, parcel.request.spec.flow
-        offsets = table.offsets([place for _, _, place in starts])
-        table.hold_all([place >> PAGE_BITS for _, _, place in starts])
+        table = self._table
+        places = [place for _, _, place in starts]
+        offsets = table.offsets(places)
+        table.hold_all([place >> PAGE_BITS for place in places])
         cuts = [at for _, at, _ in starts]
-        for offset, at, until in zip(offsets, cuts, [*cuts[1:], parcel.length_bytes], strict=True):
-            submit(IoOp(_READ, offset, (view[at:until],), flow=flow, owner=done))
+        cuts.append(parcel.length_bytes)
+        lengths = list(map(sub, cuts[1:], cuts))
+        flow = parcel.request.spec.flow
+        self._queue.submit(ScatteredRead(offsets, lengths, parcel.piece.view, flow=flow, owner=parcel.done))
         count = len(starts)
         self._loader.operations += count
         self._loader.started += count
@@ -243,14 +240,13 @@ class Parcels:
         starts = parcel.starts
         ends = [*((first, at) for first, at, _ in starts[1:]), (len(parcel.flights), parcel.length_bytes)]
         pieces = parcel.piece.split([until - at for (_, at, _), (_, until) in zip(starts, ends, strict=True)])
-        offsets = self._table.offsets([place for _, _, place in starts])
-        for (first, _, place), (last, _), piece, offset in zip(starts, ends, pieces, offsets, strict=True):
+        for run, ((first, _, place), (last, _), piece) in enumerate(zip(starts, ends, pieces, strict=True)):
             self._loader.take_over(
                 parcel.flights[first:last],
                 piece,
                 place >> PAGE_BITS,
                 starter=parcel.request,
-                error=parcel.errors.get(offset),
+                error=parcel.errors.get(run),
             )
 
     # --- checking ----------------------------------------------------------------------------------------------------

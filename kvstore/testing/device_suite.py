@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Final
 
 from kvstore.device.base import Device, IoKind, IoOp
+from kvstore.device.scattered import ScatteredRead
 from kvstore.errors import Closed, Unavailable
 from kvstore.types.flow import FlowClass
 
@@ -311,6 +312,115 @@ class DeviceSuite:
         assert poller.poll(0) == []
         device.submit([])
         assert device.poll() == []
+
+    # ---- scattered reads --------------------------------------------------------------------------------------
+
+    def _pattern(self, device: Device) -> bytes:
+        """The drive filled with bytes that tell every page from every other."""
+        data = b"".join(page.to_bytes(4, "little") * (PAGE // 4) for page in range(DEVICE_BYTES // PAGE))
+        write(device, 0, memoryview(data))
+        return data
+
+    def _read_scattered(
+        self, device: Device, extents: Sequence[tuple[int, int]], *, skew: int = 0
+    ) -> tuple[ScatteredRead, memoryview]:
+        """Extents given as (page, pages)."""
+        memory = skewed(sum(pages for _, pages in extents) * PAGE, skew)
+        op = ScatteredRead([page * PAGE for page, _ in extents], [pages * PAGE for _, pages in extents], memory)
+        done = run(device, [op])
+        assert done == [op]
+        return op, memory
+
+    def test_scattered_extents_come_one_behind_the_other(self) -> None:
+        device = self.opened()
+        data = self._pattern(device)
+        generator = random.Random(8)
+        pages_all = DEVICE_BYTES // PAGE
+        for count in (1, 2, 3, self.depth - 1, self.depth, self.depth + 1, 5 * self.depth):
+            for skew in SKEWS:
+                extents = [
+                    (generator.randrange(pages_all - 8), generator.randrange(1, 8)) for _ in range(max(count, 1))
+                ]
+                op, memory = self._read_scattered(device, extents, skew=skew)
+                expected = b"".join(data[page * PAGE : (page + pages) * PAGE] for page, pages in extents)
+                assert memory == expected, f"{count} extents, skew {skew}"
+                assert (op.done_bytes, op.error, op.faults) == (len(expected), None, None)
+
+    def test_scattered_extents_in_registered_memory(self) -> None:
+        device = self.opened()
+        data = self._pattern(device)
+        area = aligned(64 * PAGE)
+        device.register(area)
+        op = ScatteredRead([9 * PAGE, 3 * PAGE, 40 * PAGE], [PAGE, 4 * PAGE, 2 * PAGE], area[16 * PAGE : 23 * PAGE])
+        run(device, [op])
+        assert (
+            area[16 * PAGE : 23 * PAGE]
+            == data[9 * PAGE : 10 * PAGE] + data[3 * PAGE : 7 * PAGE] + data[40 * PAGE : 42 * PAGE]
+        )
+        assert not any(area[: 16 * PAGE])
+        assert not any(area[23 * PAGE :])
+
+    def test_an_extent_past_the_end_is_short_and_the_others_are_not(self) -> None:
+        device = self.opened()
+        data = self._pattern(device)
+        last = DEVICE_BYTES // PAGE - 1
+        for skew in (0, 1):
+            op, memory = self._read_scattered(device, [(5, 2), (last, 3), (7, 1), (last + 1, 1)], skew=skew)
+            assert op.faults == {1: (PAGE, None), 3: (0, None)}
+            assert op.done_bytes == 4 * PAGE
+            assert memory[: 3 * PAGE] == data[5 * PAGE : 7 * PAGE] + data[last * PAGE :]
+            assert memory[5 * PAGE : 6 * PAGE] == data[7 * PAGE : 8 * PAGE]
+
+    def test_a_bad_extent_does_not_spoil_the_others(self) -> None:
+        device = self.opened()
+        data = self._pattern(device)
+        memory = aligned(5 * PAGE)
+        op = ScatteredRead([0, 17, 2 * PAGE, -PAGE], [PAGE, PAGE, 2 * PAGE, PAGE], memory)
+        for _ in range(2):
+            run(device, [op])
+            assert op.faults is not None
+            assert sorted(op.faults) == [1, 3]
+            for came_bytes, error in op.faults.values():
+                assert came_bytes == 0
+                assert error is not None
+                assert error.errno == errno.EINVAL
+            assert (op.done_bytes, op.error) == (3 * PAGE, None)
+            assert memory[:PAGE] == data[:PAGE]
+            assert memory[2 * PAGE : 4 * PAGE] == data[2 * PAGE : 4 * PAGE]
+        op.offsets[1] = PAGE
+        op.offsets[3] = 0
+        run(device, [op])
+        assert (op.faults, op.done_bytes) == (None, 5 * PAGE)
+        assert memory == data[: 4 * PAGE] + data[:PAGE]
+
+    def test_scattered_reads_among_others(self) -> None:
+        device = self.opened()
+        data = self._pattern(device)
+        ops: list[IoOp] = []
+        for index in range(4 * self.depth):
+            if index % 3 == 0:
+                ops.append(IoOp(IoKind.READ, index * PAGE, [aligned(PAGE)]))
+            elif index % 7 == 1:
+                ops.append(IoOp(IoKind.SYNC, 0, []))
+            else:
+                offsets = [(index * 5 + extent * 11) % 1000 * PAGE for extent in range(1 + index % (self.depth + 2))]
+                ops.append(ScatteredRead(offsets, [PAGE] * len(offsets), skewed(len(offsets) * PAGE, index % 2)))
+        half = len(ops) // 2
+        device.submit(ops[:half])
+        device.submit(ops[half:])
+        done = finish(device, len(ops))
+        assert {id(op) for op in done} == {id(op) for op in ops}
+        for op in ops:
+            assert (op.error, op.done_bytes) == (None, op.length_bytes)
+            if isinstance(op, ScatteredRead):
+                assert op.buffers[0] == b"".join(data[offset : offset + PAGE] for offset in op.offsets)
+
+    def test_close_waits_for_scattered_reads(self) -> None:
+        device = self.opened()
+        for _ in range(4):
+            offsets = [extent * 64 * PAGE for extent in range(self.depth)]
+            device.submit([ScatteredRead(offsets, [8 * PAGE] * self.depth, aligned(8 * PAGE * self.depth))])
+        device.close()
 
     # ---- space ------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from enum import Enum
 from typing import Final
 
 from kvstore.device.base import Device, DeviceMode, IoKind, IoOp
+from kvstore.device.scattered import ScatteredRead
 from kvstore.device.transfer import check_op, describe
 from kvstore.errors import Closed
 
@@ -304,6 +305,11 @@ class FaultyDevice:
     # ---- carrying out, with faults ----------------------------------------------------------------------------
 
     def _perform(self, op: IoOp, seen: int) -> None:
+        if isinstance(op, ScatteredRead):
+            for number, extent in enumerate(op.extents()):  # a fault strikes one extent
+                self._perform(extent, seen)
+                op.settled(number, extent)
+            return
         if check_op(op, self.size_bytes) is not None or not (op.length_bytes or op.kind is IoKind.SYNC):
             self._run([op])  # refused, or nothing to move: no place for a fault
             return

@@ -15,9 +15,10 @@ from kvstore.device.base import IoKind, IoOp
 from kvstore.device.health import DriveHealth, HealthMonitor
 from kvstore.device.memory import MemoryDevice
 from kvstore.device.queue import FLOWS, DispatchQueue, RoundRobin
+from kvstore.device.scattered import ScatteredRead
 from kvstore.errors import InvalidRequest, Overloaded
 from kvstore.telemetry.metrics import DeviceFault
-from kvstore.testing.device_suite import MIB, PAGE, aligned
+from kvstore.testing.device_suite import MIB, PAGE, aligned, write
 from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice
 from kvstore.types.flow import FlowClass
 
@@ -119,6 +120,104 @@ def test_what_comes_back_together_is_counted_one_by_one(drive: FaultyDevice) -> 
     assert sum(metrics.flow_bytes) == 5 * PAGE
     assert queue.in_flight_by_flow == [0] * len(FLOWS)
     assert queue.in_flight_bytes == 0
+
+
+def scattered(
+    extents: list[tuple[int, int]], flow: FlowClass = FlowClass.DECODE_READ, owner: object = None
+) -> ScatteredRead:
+    """Extents given as (page, pages)."""
+    memory = aligned(sum(pages for _, pages in extents) * PAGE)
+    offsets, lengths = [page * PAGE for page, _ in extents], [pages * PAGE for _, pages in extents]
+    return ScatteredRead(offsets, lengths, memory, flow=flow, owner=owner)
+
+
+def test_a_scattered_read_counts_as_its_extents(drive: FaultyDevice) -> None:
+    queue = DispatchQueue(drive, 100)
+    drive.inject(Fault(action=FaultAction.ERROR, kind=IoKind.READ, start=PAGE, end=2 * PAGE, errno_code=errno.EIO))
+    drive.hold()
+    op = scattered([(0, 1), (1, 1), (4, 3)])
+    queue.submit(op)
+    queue.submit(reads(1)[0])
+    assert (queue.queued, queue.queued_by_flow()[FlowClass.DECODE_READ]) == (4, 3)
+    queue.start()
+    assert (queue.queued, queue.in_flight, queue.in_flight_bytes) == (0, 4, 6 * PAGE)
+    assert queue.started_by_flow[FlowClass.DECODE_READ] == 3
+    drive.release()
+    done = queue.pump()
+    assert len(done) == 2
+    assert op in done
+    assert op.faults is not None
+    assert list(op.faults) == [1]
+    metrics = queue.metrics
+    assert (metrics.reads, metrics.read_bytes, metrics.errors[DeviceFault.EIO]) == (3, 5 * PAGE, 1)
+    assert sum(metrics.read_ns.counts) == 3
+    assert queue.in_flight_by_flow == [0] * len(FLOWS)
+    assert (queue.in_flight, queue.in_flight_bytes) == (0, 0)
+
+
+def test_a_scattered_read_without_room_is_cut(drive: FaultyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "DRIVE_BYTES_AT_FIRST", 3 * PAGE)
+    monkeypatch.setattr(dispatch, "DRIVE_BYTES_IN_FLIGHT_MAX", 100 * PAGE)
+    queue = DispatchQueue(drive, 4)
+    drive.inject(Fault(action=FaultAction.ERROR, kind=IoKind.READ, start=30 * PAGE, end=31 * PAGE))
+    drive.hold()
+    op = scattered([(0, 2), (10, 2), (20, 1), (30, 1), (40, 1), (50, 1), (60, 1)], owner="mine")
+    queue.submit(op)
+    queue.start()
+    assert (queue.in_flight, queue.in_flight_bytes, queue.queued) == (2, 4 * PAGE, 5), "the bound of bytes"
+    assert queue.drain() == []
+    assert queue.queued == 5
+    drive.release(1)
+    assert queue.pump() == []
+    assert (queue.in_flight, queue.queued) == (4, 1), "the depth"
+    drive.release()
+    done = []
+    while queue.in_flight or queue.queued:
+        done += queue.pump()
+    assert done == [op]
+    assert op.faults is not None
+    assert list(op.faults) == [3]
+    assert op.done_bytes == 8 * PAGE
+    assert op.submitted_ns > 0
+    queue.submit(op)  # it may be used again
+    queue.start()
+    while queue.in_flight or queue.queued:
+        done += queue.pump()
+    assert (done, op.faults, op.done_bytes) == ([op, op], None, 9 * PAGE)
+
+
+@given(
+    groups=st.lists(
+        st.lists(st.tuples(st.integers(0, 200), st.integers(1, 4)), min_size=1, max_size=12), min_size=1, max_size=8
+    ),
+    singles=st.integers(0, 6),
+    depth=st.integers(1, 10),
+    shuffle=st.booleans(),
+)
+def test_scattered_reads_come_back_once_and_right(
+    groups: list[list[tuple[int, int]]], singles: int, depth: int, shuffle: bool
+) -> None:
+    inner = MemoryDevice(size_bytes=MIB)
+    data = b"".join(page.to_bytes(4, "little") * (PAGE // 4) for page in range(MIB // PAGE))
+    write(inner, 0, memoryview(data))
+    device = FaultyDevice(inner, seed=1, shuffle=shuffle)
+    queue = DispatchQueue(device, depth)
+    ops: list[IoOp] = [scattered(extents) for extents in groups]
+    ops += reads(singles, FlowClass.WRITEBACK)
+    for op in ops:
+        queue.submit(op)
+    done: list[IoOp] = []
+    while queue.queued or queue.in_flight:
+        done += queue.pump()
+        assert queue.in_flight <= depth
+        assert sum(op.extent_count for op, _ in device._due) == queue.in_flight
+    assert sorted(map(id, done)) == sorted(map(id, ops))
+    for op, extents in zip(ops, groups, strict=False):
+        assert op.buffers[0] == b"".join(data[page * PAGE : (page + pages) * PAGE] for page, pages in extents)
+        assert op.done_bytes == op.length_bytes
+    assert queue.in_flight_by_flow == [0] * len(FLOWS)
+    assert (queue.in_flight, queue.in_flight_bytes, queue.queued) == (0, 0, 0)
+    device.close()
 
 
 def test_classes_take_turns(drive: FaultyDevice) -> None:

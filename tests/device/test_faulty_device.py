@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.device.base import IoKind, IoOp
 from kvstore.device.memory import MemoryDevice
+from kvstore.device.scattered import ScatteredRead
 from kvstore.errors import Closed
 from kvstore.testing.device_suite import MIB, PAGE, aligned, finish, random_bytes, read, run, sync, write
 from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice, Survival
@@ -227,3 +228,23 @@ def test_after_a_power_cut_every_page_is_some_version_since_the_sync(
     for index in range(10):
         assert content(after, index * PAGE, PAGE) in possible[index]
     after.close()
+
+
+def test_faults_strike_single_extents(drive: FaultyDevice) -> None:
+    """Of a scattered read: as many as told, where told; the others are not touched."""
+    drive.inject(Fault(action=FaultAction.ERROR, kind=IoKind.READ, start=PAGE, end=2 * PAGE, times=1))
+    drive.inject(Fault(action=FaultAction.SHORT, kind=IoKind.READ, start=5 * PAGE, end=6 * PAGE, keep_bytes=512))
+    drive.inject(Fault(action=FaultAction.FLIP, kind=IoKind.READ, start=0, end=PAGE, skip=1, bit=3))
+    memory = aligned(5 * PAGE)
+    op = ScatteredRead([0, PAGE, 5 * PAGE, 0, PAGE], [PAGE] * 5, memory)
+    assert run(drive, [op]) == [op]
+    assert op.faults is not None
+    assert op.faults[2] == (512, None)
+    came_bytes, error = op.faults[1]
+    assert error is not None
+    assert (came_bytes, error.errno, sorted(op.faults)) == (0, errno.EIO, [1, 2])
+    assert op.done_bytes == 3 * PAGE + 512
+    assert memory[:PAGE] == OLD[:PAGE]
+    assert memory[3 * PAGE] == OLD[0] ^ 8
+    assert memory[3 * PAGE + 1 : 4 * PAGE] == OLD[1:PAGE]
+    assert memory[4 * PAGE :] == OLD[PAGE:]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 
@@ -17,13 +17,14 @@ from kvstore.device import probe, uring_probe
 from kvstore.device.base import IoKind, IoOp
 from kvstore.device.file import open_data_file
 from kvstore.device.probe import open_device
+from kvstore.device.scattered import ScatteredRead
 from kvstore.device.threads import ThreadsDevice
-from kvstore.device.uring import UringDevice
+from kvstore.device.uring import Reaped, UringDevice
 from kvstore.device.uring_probe import explain_setup_failure, make_ring, probe_uring
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.limits import MS_NS, QUEUE_DEPTH_MAX, SECOND_NS
 from kvstore.telemetry.metrics import DeviceMetrics
-from kvstore.testing.device_suite import MIB, PAGE, aligned, random_bytes, read, run, write
+from kvstore.testing.device_suite import MIB, PAGE, aligned, random_bytes, read, run, skewed, write
 
 SIZE = 4 * MIB
 
@@ -258,6 +259,10 @@ def test_after_kill_9_the_next_owner_gets_it_when_all_writes_are_done(
 # ---- interruptions, at the edge to the kernel -----------------------------------------------------------------------
 
 
+def _is_scattered(op: IoOp) -> TypeGuard[ScatteredRead]:
+    return isinstance(op, ScatteredRead)
+
+
 class TamperedRing:
     """A ring whose results a test replaces; what does not matter to it goes to the real one."""
 
@@ -283,15 +288,22 @@ class TamperedRing:
             raise OSError(errno.ENOMEM, "IORING_REGISTER_BUFFERS")
         self._ring.register_memory(memory, piece_bytes)
 
-    def reap(self) -> tuple[list[IoOp], list[tuple[IoOp, int]]]:
-        done, odd = self._ring.reap()
+    def reap(self) -> Reaped:
+        done, odd, scattered = self._ring.reap()
         if not (self.for_ever or self.answers):
-            return done, odd
+            return done, odd, scattered
         changed: list[tuple[IoOp, int]] = []
-        for op, result in [(op, op.done_bytes) for op in done] + odd:
+        extents = [(op, [(n, length) for n, length in enumerate(op.lengths)]) for op in done if _is_scattered(op)]
+        for op, result in [(op, op.done_bytes) for op in done if not _is_scattered(op)] + odd:
             op.done_bytes = 0
-            changed.append((op, self.for_ever or (self.answers.pop(0) if self.answers else result)))
-        return [], changed
+            changed.append((op, self._answer(result)))
+        for op, results in extents:
+            op.done_bytes = 0
+            results[:] = [(number, self._answer(result)) for number, result in results]
+        return [], changed, extents + scattered
+
+    def _answer(self, result: int) -> int:
+        return self.for_ever or (self.answers.pop(0) if self.answers else result)
 
 
 class TamperedCalls:
@@ -359,6 +371,66 @@ def test_interrupted_and_short_transfers_are_finished(tampered: Tampered, answer
     assert metrics.retries == 2 * len(answers)
 
 
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [-errno.EINTR],
+        [0, -errno.EAGAIN],
+        [PAGE],
+        [PAGE, -errno.EINTR, 2 * PAGE],
+        [PAGE + 512, PAGE, PAGE],
+        [-errno.EAGAIN, PAGE + 1, -errno.EINTR, -errno.EAGAIN],
+    ],
+)
+@pytest.mark.parametrize("skew", [0, 1])
+def test_interrupted_and_short_extents_are_finished(tampered: Tampered, answers: Sequence[int], skew: int) -> None:
+    device, edge, metrics = tampered
+    data = random_bytes(16 * PAGE, 8)
+    write(device, 0, memoryview(data))
+    metrics.retries = 0
+    memory = skewed(8 * PAGE, skew)
+    op = ScatteredRead([9 * PAGE, 0, 5 * PAGE], [3 * PAGE, 3 * PAGE, 2 * PAGE], memory)
+    edge.answers = list(answers)
+    assert run(device, [op]) == [op]
+    faults = op.faults or {}
+    if 0 in answers:  # as at the end of the file, whichever extent it was that was answered so
+        assert list(faults.values()) == [(0, None)]
+    else:
+        assert faults == {}
+    at = came_bytes = 0
+    for number, (offset, length) in enumerate(zip(op.offsets, op.lengths, strict=True)):
+        if number not in faults:
+            assert memory[at : at + length] == data[offset : offset + length]
+            came_bytes += length
+        at += length
+    assert op.done_bytes == came_bytes
+    assert metrics.retries > 0
+
+
+def test_a_failed_extent_reaches_the_caller_alone(tampered: Tampered) -> None:
+    device, edge, _ = tampered
+    data = random_bytes(16 * PAGE, 8)
+    write(device, 0, memoryview(data))
+    memory = aligned(2 * PAGE)
+    op = ScatteredRead([8 * PAGE, 3 * PAGE], [PAGE, PAGE], memory)
+    edge.answers = [-errno.EIO]
+    run(device, [op])
+    assert op.error is None
+    assert op.faults is not None
+    ((number, (came_bytes, error)),) = op.faults.items()
+    assert error is not None
+    assert (number, came_bytes, error.errno) == (0, 0, errno.EIO)
+    assert "read of 4096 bytes at 32768" in str(error)
+    assert memory[PAGE:] == data[3 * PAGE : 4 * PAGE]
+    edge.for_ever = -errno.EAGAIN
+    run(device, [op])
+    assert op.faults is not None
+    assert sorted(op.faults) == [0, 1]
+    edge.for_ever = 0
+    run(device, [op])
+    assert (op.faults, memory) == (None, data[8 * PAGE : 9 * PAGE] + data[3 * PAGE : 4 * PAGE])
+
+
 @pytest.mark.parametrize("skew", [0, 1])
 def test_an_error_reaches_the_caller(tampered: Tampered, skew: int) -> None:
     device, edge, _ = tampered
@@ -390,6 +462,12 @@ def test_memory_that_went_away_does_not_end_a_thread(path: Path) -> None:
     run(device, [op])
     assert op.error is not None
     assert op.error.errno == errno.EFAULT
+    memory = aligned(2 * PAGE)
+    scattered = ScatteredRead([0, PAGE], [PAGE, PAGE], memory)
+    memory.release()
+    run(device, [scattered])
+    assert scattered.faults is not None
+    assert sorted(scattered.faults) == [0, 1]
     write(device, 0, aligned(PAGE))
     device.close()
 

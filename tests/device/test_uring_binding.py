@@ -14,6 +14,7 @@ import pytest
 
 from kvstore.device import _uring
 from kvstore.device.base import IoKind, IoOp
+from kvstore.device.scattered import ScatteredRead
 from kvstore.device.transfer import PartOp
 
 PAGE = 4096
@@ -37,6 +38,7 @@ def make(fd: int, depth: int = 8, **changes: Any) -> _uring.Ring:
         "write": IoKind.WRITE,
         "sync": IoKind.SYNC,
         "part_type": PartOp,
+        "scattered_type": ScatteredRead,
     }
     return _uring.Ring(fd, depth, **{**arguments, **changes})
 
@@ -53,7 +55,7 @@ def run(ring: _uring.Ring, ops: list[IoOp]) -> tuple[list[IoOp], list[tuple[IoOp
     strange: list[tuple[IoOp, int]] = []
     while ring.in_flight:
         ring.wait()
-        more, other = ring.reap()
+        more, other, _ = ring.reap()
         done += more
         strange += other
     return done, strange
@@ -131,6 +133,90 @@ def test_the_depth_is_kept(fd: int) -> None:
     ring.wait()
     ring.reap()
     assert ring.submit(ops, 4, []) > 0
+    ring.close()
+
+
+def test_a_scattered_read_is_taken_whole_or_not_at_all(fd: int) -> None:
+    ring = make(fd, depth=4)
+    single = IoOp(IoKind.READ, 0, [memory(1)])
+    three = ScatteredRead([9 * PAGE, 5 * PAGE, 7 * PAGE], [PAGE, 2 * PAGE, PAGE], memory(4))
+    two = ScatteredRead([0, PAGE], [PAGE, PAGE], memory(2))
+    five = ScatteredRead([PAGE] * 5, [PAGE] * 5, memory(5))
+    odd: list[IoOp] = []
+    ops = [five, single, three, two]
+    assert ring.submit(ops, 0, odd) == 3
+    assert odd == [five], "more extents than the depth"
+    assert ring.in_flight == 4
+    assert ring.submit(ops, 3, odd) == 0
+    done: list[IoOp] = []
+    while ring.in_flight:
+        ring.wait()
+        done += ring.reap()[0]
+    assert {id(op) for op in done} == {id(single), id(three)}
+    assert bytes(three.buffers[0][::PAGE]) == bytes([9, 5, 6, 7])
+    assert (three.done_bytes, three.faults) == (4 * PAGE, None)
+    assert run(ring, [two])[0] == [two]
+    ring.close()
+
+
+@pytest.mark.parametrize("variants", ALL_VARIANTS)
+def test_extents_that_did_not_come_whole_are_told(fd: int, variants: int) -> None:
+    ring = make(fd)
+    area = memory(32)
+    ring.register_memory(area, 8 * PAGE)
+    ring.variants = variants
+    op = ScatteredRead(
+        [3 * PAGE, 63 * PAGE, 4 * PAGE, 80 * PAGE], [PAGE, 2 * PAGE, PAGE, PAGE], area[6 * PAGE : 11 * PAGE]
+    )
+    assert ring.submit([op], 0, []) == 1
+    scattered = []
+    while ring.in_flight:
+        ring.wait()
+        done, strange, more = ring.reap()
+        assert (done, strange) == ([], [])
+        scattered += more
+    ((found, results),) = scattered
+    assert found is op
+    assert sorted(results) == [(1, PAGE), (3, 0)]
+    assert bytes(area[6 * PAGE : 9 * PAGE : PAGE]) == bytes([3, 63, 0])
+    assert area[9 * PAGE] == 4
+    ring.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_refused"),
+    [
+        ({"offsets": (0, PAGE)}, True),
+        ({"lengths": None}, True),
+        ({"buffers": []}, True),
+        ({"offsets": [0]}, True),
+        ({"buffers": [memoryview(bytes(2 * PAGE))]}, True),
+        ({"lengths": [PAGE, 2 * PAGE]}, False),
+        ({"lengths": [PAGE, 1 << 80]}, False),
+        ({"lengths": [2 * PAGE, 0]}, False),
+        ({"offsets": [0, 5]}, False),
+        ({"offsets": [0, -PAGE]}, False),
+        ({"offsets": [0, "x"]}, False),
+        ({"offsets": [], "lengths": []}, False),
+    ],
+)
+def test_a_scattered_read_that_is_none(fd: int, changes: dict[str, Any], is_refused: bool) -> None:
+    """What could not be told by a device is an error, what is only not for the kernel is handed back."""
+    ring = make(fd)
+    op = ScatteredRead([0, PAGE], [PAGE, PAGE], memory(2))
+    for name, value in changes.items():
+        setattr(op, name, value)
+    odd: list[IoOp] = []
+    if is_refused:
+        with pytest.raises((TypeError, BufferError)):
+            ring.submit([op], 0, odd)
+    else:
+        assert ring.submit([op], 0, odd) == 1
+        assert odd == [op]
+    assert ring.in_flight == 0
+    good = ScatteredRead([0, PAGE], [PAGE, PAGE], memory(2))
+    for _ in range(20):
+        assert run(ring, [good])[0] == [good]
     ring.close()
 
 
@@ -243,7 +329,7 @@ def test_operations_before_a_wrong_one_have_started(fd: int) -> None:
     with pytest.raises(AttributeError):
         ring.submit([good, wrong], 0, [])
     ring.wait()
-    assert ring.reap() == ([good], [])
+    assert ring.reap() == ([good], [], [])
     assert good.buffers[0][0] == 1
     ring.close()
 
