@@ -2,6 +2,9 @@
 
     view                the view (`encode_view`)
     targets/ID          registrations, each under its node's lease
+    relays/ID           the same of relays
+    nodes/ID            where tools ask a node, under its lease
+    use/ID              what tenants have on a target (`kvstore.cluster.shares`); it goes when the target leaves
     cluster/id, /peers  what `kvstore.cluster.charter` says
     tenants/NAME        documents, by tenant:  who may do what
     quota/NAME                                 how much of the SSDs
@@ -13,13 +16,20 @@ Nothing here grows with chunks or namespaces. Names that people choose are perce
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeVar
 from urllib.parse import quote, unquote
 
 from kvstore.cluster.plain import decode
-from kvstore.cluster.registration import Registration, decode_registration
+from kvstore.cluster.registration import (
+    NodeNote,
+    Registration,
+    RelayRegistration,
+    decode_note,
+    decode_registration,
+    decode_relay,
+)
 from kvstore.cluster.store import Entry
 from kvstore.cluster.view import ReplicaPolicy, TargetId, View, decode_view
 from kvstore.errors import InvalidRequest
@@ -27,8 +37,13 @@ from kvstore.limits import CLUSTER_VALUE_BYTES_MAX
 
 log = logging.getLogger(__name__)
 
+_Value = TypeVar("_Value")
+
 VIEW_NAME: Final = "view"
 TARGETS: Final = "targets/"
+RELAYS: Final = "relays/"
+NODES: Final = "nodes/"
+USES: Final = "use/"
 
 
 class Document(StrEnum):
@@ -51,6 +66,21 @@ def target_name(target_id: TargetId) -> str:
 def target_of(name: str) -> TargetId | None:
     """The target whose registration has this name; None when it is no registration."""
     return unquote(name.removeprefix(TARGETS)) if name.startswith(TARGETS) else None
+
+
+def relay_name(relay_id: str) -> str:
+    """Name of the registration of a relay."""
+    return RELAYS + quote(relay_id, safe="")
+
+
+def node_name(node_id: str) -> str:
+    """Name of the note of a node."""
+    return NODES + quote(node_id, safe="")
+
+
+def use_name(target_id: TargetId) -> str:
+    """Name of what tenants have on a target."""
+    return USES + quote(target_id, safe="")
 
 
 def document_name(kind: Document, name: str) -> str:
@@ -86,18 +116,35 @@ def replicas_of(entries: Mapping[str, Entry]) -> ReplicaPolicy | None:
 
 def registrations_of(entries: Mapping[str, Entry]) -> dict[TargetId, Registration]:
     """Who is registered. An entry that makes no sense is logged and left out: one node must not stop the others."""
-    found: dict[TargetId, Registration] = {}
+    return _read(entries, TARGETS, decode_registration, lambda registration: registration.id)
+
+
+def relays_of(entries: Mapping[str, Entry]) -> dict[str, RelayRegistration]:
+    """Which relays are registered, as `registrations_of`."""
+    return _read(entries, RELAYS, decode_relay, lambda registration: registration.id)
+
+
+def notes_of(entries: Mapping[str, Entry]) -> dict[str, NodeNote]:
+    """Which nodes are there, as `registrations_of`."""
+    return _read(entries, NODES, decode_note, lambda note: note.node_id)
+
+
+def _read(
+    entries: Mapping[str, Entry], prefix: str, decode_value: Callable[[str], _Value], id_of: Callable[[_Value], str]
+) -> dict[str, _Value]:
+    """The values below a prefix by id, each under the name of its own id."""
+    found: dict[str, _Value] = {}
     for name, entry in entries.items():
-        target_id = target_of(name)
-        if target_id is None:
+        if not name.startswith(prefix):
             continue
+        named = unquote(name.removeprefix(prefix))
         try:
-            registration = decode_registration(entry.value)
+            value = decode_value(entry.value)
         except InvalidRequest as error:
-            log.warning("registration %s is left out: %s", name, error)
+            log.warning("%s is left out: %s", name, error)
             continue
-        if registration.id == target_id:
-            found[target_id] = registration
+        if id_of(value) == named:
+            found[named] = value
         else:
-            log.warning("registration %s is left out: it says that it is target %s", name, registration.id)
+            log.warning("%s is left out: it says that it is %s", name, id_of(value))
     return found

@@ -1,4 +1,4 @@
-"""A node's place in a cluster: registers its targets, keeps the lease, follows the view, and does to it what is due.
+"""A node's or relay's place in a cluster: registers it, keeps the lease, follows the view, and does to it what is due.
 
 What is due is decided by `kvstore.cluster.settling`; here is when, and against which store. Everything runs on one
 event loop. Nothing here waits for the store longer than its calls take, and nothing that the node serves waits for
@@ -19,9 +19,20 @@ from dataclasses import replace
 from typing import Final
 
 from kvstore.cluster import transitions
-from kvstore.cluster.catalog import VIEW_NAME, registrations_of, replicas_of, target_name, target_of, view_of
-from kvstore.cluster.charter import PEER_TOKEN_NAME, new_peer_token, peer_token_of
-from kvstore.cluster.registration import Registration, encode_registration
+from kvstore.cluster.catalog import (
+    VIEW_NAME,
+    node_name,
+    notes_of,
+    registrations_of,
+    relay_name,
+    relays_of,
+    replicas_of,
+    target_name,
+    target_of,
+    view_of,
+)
+from kvstore.cluster.charter import CLUSTER_ID_NAME, PEER_TOKEN_NAME, cluster_id_of, new_peer_token, peer_token_of
+from kvstore.cluster.registration import NodeNote, Registration, RelayRegistration, encode_registration
 from kvstore.cluster.settling import Attendance, Overdue, Periods, settle
 from kvstore.cluster.store import ABSENT, NO_LEASE, Change, ClusterStore, Entry, Image, Lease
 from kvstore.cluster.view import TargetId, TargetState, View, encode_view
@@ -64,6 +75,8 @@ class Membership:
         self._clock = clock
         self._attendance = Attendance(periods=self._periods)
         self._wanted: dict[TargetId, Registration] = {}
+        self._relay: RelayRegistration | None = None
+        self._note: NodeNote | None = None
         self._session = secrets.token_hex(8)
         self._lease: Lease | None = None
         self._held_until_ns = clock()
@@ -71,6 +84,9 @@ class Membership:
         self._taken_over: set[TargetId] = set()
         self._entries: dict[str, Entry] = {}
         self._peer_token = b""
+        self._cluster_id = ""
+        self._was_registered = False
+        self._is_stranger = False
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._rejoin_ns = clock()  # two nodes with one address fence each other: not more often than now and then
@@ -103,6 +119,10 @@ class Membership:
         """By which the nodes of the cluster know each other: a secret. Kept while the store is away; empty is none."""
         return self._peer_token
 
+    def serve_drives_of(self, cluster_id: str) -> None:
+        """The cluster whose id the drives of this node bear, in hex; a cluster of another id is not joined."""
+        self._cluster_id = cluster_id
+
     def register(self, targets: Sequence[Registration]) -> None:
         """These are the targets of this node from now on; their `session` is chosen here. Returns at once."""
         wanted = {target.id: target for target in targets}
@@ -111,8 +131,27 @@ class Membership:
             self._wanted = wanted
             self._wake.set()
 
+    def register_relay(self, relay: RelayRegistration) -> None:
+        """This is a relay, or another one than it was; its `session` is chosen here. Returns at once."""
+        if relay != self._relay:
+            self._relay = relay
+            self._wake.set()
+
+    def announce(self, note: NodeNote) -> None:
+        """Where tools find this node. Returns at once."""
+        if note != self._note:
+            self._note = note
+            self._wake.set()
+
+    @property
+    def notes(self) -> dict[str, NodeNote]:
+        """Where tools find each node, by its id, as known last."""
+        return notes_of(self._entries)
+
     def drain(self) -> None:
-        """The targets of this node are to take no new keys, and to leave the view for good when this is closed."""
+        """No new keys for the targets of this node, which leave the view for good at `close`; nor for a relay."""
+        if self._relay is not None:
+            self.register_relay(replace(self._relay, wants_drain=True))
         self.register([replace(target, wants_drain=True) for target in self._wanted.values()])
 
     async def run(self) -> None:
@@ -211,13 +250,20 @@ class Membership:
 
     async def _do_what_is_due(self) -> None:
         self._wake.clear()
+        await self._check_cluster_id()
         await self._draw_peer_token()
         await self._register_wanted()
         view = self._view
         assert view is not None, "loaded before anything is done"
         overdue = self._attendance.overdue(view, self._clock())
-        registered, replicas = registrations_of(self._entries), replicas_of(self._entries)
-        settled = settle(view, registered, overdue, self._periods, replicas)
+        settled = settle(
+            view,
+            registrations_of(self._entries),
+            overdue,
+            self._periods,
+            replicas_of(self._entries),
+            relays_of(self._entries),
+        )
         if settled != view:
             try:
                 await self._put_view(settled)
@@ -225,6 +271,26 @@ class Membership:
                 pass  # somebody was faster; the watch brings what they did
         self._observe()
         self._tell()
+
+    async def _check_cluster_id(self) -> None:
+        """A store that came back empty takes our id again. One with another id is not joined: it is another cluster's,
+        unless we were in it before, when it came back empty and a newcomer was faster than all who knew the id."""
+        if not self._cluster_id:
+            return
+        if CLUSTER_ID_NAME not in self._entries:
+            revision = await self._store.put(CLUSTER_ID_NAME, self._cluster_id, expected=ABSENT)
+            self._entries[CLUSTER_ID_NAME] = Entry(value=self._cluster_id, revision=revision)
+        differs = cluster_id_of(self._entries) != self._cluster_id
+        if differs and not self._is_stranger:
+            log.error(
+                "the drives of this node are of cluster %s, %s of cluster %s says %s: write the former there, or adopt "
+                "the drives (kvstore drive adopt) and start the node again",
+                self._cluster_id,
+                CLUSTER_ID_NAME,
+                self._cluster,
+                self._entries[CLUSTER_ID_NAME].value,
+            )
+        self._is_stranger = differs
 
     async def _draw_peer_token(self) -> None:
         if PEER_TOKEN_NAME not in self._entries:
@@ -243,19 +309,37 @@ class Membership:
             log.warning("targets %s were fenced; they register anew", ", ".join(fenced))
             self._session = secrets.token_hex(8)
             self._rejoin_ns = self._clock() + REJOIN_NS_MIN
-        wanted = {target_name(name): one for name, one in self._wanted.items() if name not in self._taken_over}
-        for name, registration in wanted.items():
+        wanted = self._values()
+        if self._is_stranger and not self._was_registered:
+            self._failure = f"cluster {self._cluster} has another id than the drives of this node"
+            wanted = {}
+        for name, value in wanted.items():
             entry = self._entries.get(name)
-            value = encode_registration(replace(registration, session=self._session))
             lease = self._lease or await self._grant()
             if entry is None or entry.lease != lease.id or entry.value != value:
                 await self._put_registration(name, value, lease)
-            self._registered.add(registration.id)
+            target_id = target_of(name)
+            if target_id is not None:
+                self._registered.add(target_id)
+            self._was_registered = True
         lease_id = self._lease.id if self._lease is not None else NO_LEASE
         for name in [name for name, entry in self._entries.items() if entry.lease == lease_id != NO_LEASE]:
             if name not in wanted:
                 await self._store.delete(name, expected=self._entries[name].revision)
                 del self._entries[name]
+
+    def _values(self) -> dict[str, str]:
+        """The entries that are to live under our lease, by name."""
+        wanted = {
+            target_name(name): encode_registration(replace(registration, session=self._session))
+            for name, registration in self._wanted.items()
+            if name not in self._taken_over
+        }
+        if self._relay is not None:
+            wanted[relay_name(self._relay.id)] = encode_registration(replace(self._relay, session=self._session))
+        if self._note is not None and wanted:
+            wanted[node_name(self._note.node_id)] = encode_registration(self._note)
+        return wanted
 
     async def _grant(self) -> Lease:
         asked_ns = self._clock()
@@ -321,8 +405,11 @@ class Membership:
         ]
 
     def _is_vouched_for(self) -> bool:
-        """Whether the view has every target of ours as it is registered now."""
-        if self._view is None or self._taken_over or not self._wanted:
+        """Whether the view has every target of ours, and us if we are a relay, as it is registered now."""
+        if self._view is None or self._taken_over or not (self._wanted or self._relay):
+            return False
+        relays = {relay.id for relay in self._view.relays if relay.session == self._session}
+        if self._relay is not None and self._relay.id not in relays:
             return False
         here = {
             target.id
@@ -394,7 +481,7 @@ class Membership:
             return
         registered = registrations_of(image.entries)
         gone = Overdue(gone=[name for name in self._wanted if name not in registered])
-        settled = settle(stored, registered, gone, self._periods)
+        settled = settle(stored, registered, gone, self._periods, relays=relays_of(image.entries))
         if settled != stored:
             try:
                 await self._store.put(VIEW_NAME, encode_view(settled), expected=image.entries[VIEW_NAME].revision)

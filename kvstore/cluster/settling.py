@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from kvstore.cluster import transitions
-from kvstore.cluster.registration import Registration
+from kvstore.cluster.registration import Registration, RelayRegistration
 from kvstore.cluster.view import ReplicaPolicy, TargetId, TargetState, View
 from kvstore.limits import ABSENT_GRACE_NS, DOWN_KEEP_NS, PREVIOUS_KEEP_NS_DEFAULT
 
@@ -94,17 +94,20 @@ def settle(
     overdue: Overdue,
     periods: Periods,
     replicas: ReplicaPolicy | None = None,
+    relays: Mapping[str, RelayRegistration] | None = None,
 ) -> View:
     """The view with everything done that is due; the same one when nothing is.
 
     Args:
         replicas: What the operator wants; None leaves it as it is.
+        relays: All that are registered; None leaves them as they are.
 
     Raises:
         InvalidRequest: as `transitions.join`.
     """
     keep_ns = periods.previous_ns
     view = transitions.set_replicas(view, replicas) if replicas is not None else view
+    view = transitions.attend_relays(view, relays) if relays is not None else view
     for name in sorted(registrations):
         registration = registrations[name]
         view = transitions.replace_target(view, registration, keep_ns=keep_ns)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from kvstore.cluster.registration import Registration
+from kvstore.cluster.registration import Registration, RelayRegistration
 from kvstore.cluster.view import (
     PLACED_STATES,
     READ_STATES,
@@ -22,7 +22,7 @@ from kvstore.cluster.view import (
     View,
 )
 from kvstore.errors import InvalidRequest
-from kvstore.limits import PREVIOUS_PLACEMENTS_MAX, TARGETS_MAX
+from kvstore.limits import PREVIOUS_PLACEMENTS_MAX, RELAYS_MAX, TARGETS_MAX
 
 
 def found(cluster: str) -> View:
@@ -136,6 +136,15 @@ def expire_previous(view: View, epochs: Collection[int]) -> View:
 def set_replicas(view: View, replicas: ReplicaPolicy) -> View:
     """Another number of copies, from now on."""
     return view if replicas == view.replicas else replace(view, epoch=view.epoch + 1, replicas=replicas)
+
+
+def attend_relays(view: View, registered: Mapping[str, RelayRegistration]) -> View:
+    """The relays are those that are registered, in the order of their ids, at most RELAYS_MAX.
+
+    A relay holds nothing, so one that is gone is not kept as down: reads go directly meanwhile.
+    """
+    relays = tuple(registered[name].as_relay() for name in sorted(registered)[:RELAYS_MAX])
+    return view if relays == view.relays else replace(view, epoch=view.epoch + 1, relays=relays)
 
 
 def outlive(view: View, known_epoch: int) -> View:

@@ -18,7 +18,7 @@ from kvstore.device.lock import lock_data_file
 from kvstore.device.syscalls import block_device_bytes
 from kvstore.engine.format import SUPERBLOCK_OFFSETS, UUID_BYTES, Superblock, decode_superblock, encode_superblock
 from kvstore.errors import FormatUnsupported, InvalidRequest, Unavailable
-from kvstore.limits import PAGE_BYTES, SECOND_NS, MiB
+from kvstore.limits import DEVICE_LOCK_WAIT_NS, PAGE_BYTES, SECOND_NS, MiB
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -111,9 +111,13 @@ def foreign_error(name: str) -> FormatUnsupported:
     )
 
 
-def check_cluster(superblock: Superblock, cluster_id: bytes, name: str) -> None:
-    """Raises FormatUnsupported for a drive of another cluster; one without cluster is anybody's."""
-    if NO_CLUSTER not in (superblock.cluster_id, cluster_id) and superblock.cluster_id != cluster_id:
+def check_cluster(superblock: Superblock, cluster_id: bytes, name: str, *, own_id: bytes = NO_CLUSTER) -> None:
+    """Raises FormatUnsupported for a drive of another cluster; one without cluster is anybody's.
+
+    Args:
+        own_id: that the node had before it joined the cluster: its drives may bear it still.
+    """
+    if NO_CLUSTER not in (superblock.cluster_id, cluster_id) and superblock.cluster_id not in (cluster_id, own_id):
         raise FormatUnsupported(
             f"{name} holds disk {superblock.disk_id.hex()} of another node or cluster ({superblock.cluster_id.hex()}, "
             f"this one is {cluster_id.hex()}); `kvstore drive adopt {name} --yes` lets this node serve what is on it, "
@@ -132,11 +136,29 @@ def release_drive(file: Path) -> Superblock:
         found = _look(descriptor).superblock
         if found is None:
             raise InvalidRequest(f"{file} holds no store that could be adopted; `kvstore drive format` makes it empty")
-        released = replace(found, cluster_id=NO_CLUSTER, revision=found.revision + 1)
-        for offset in SUPERBLOCK_OFFSETS:
-            os.pwrite(descriptor, encode_superblock(released), offset)
-            os.fsync(descriptor)
-        return released
+        return _write_id(descriptor, found, NO_CLUSTER)
+
+
+def hand_over_drive(file: Path, *, own_id: bytes, cluster_id: bytes) -> None:
+    """A drive that bears `own_id` bears `cluster_id` from now on; any other one is left as it is.
+
+    Raises:
+        Unavailable: Another process has it open, or it cannot be written.
+        OSError: It cannot be read.
+    """
+    before = look_at(file).superblock
+    if own_id == NO_CLUSTER or before is None or before.cluster_id != own_id:
+        return
+    with _Locked(file, wait_ns=DEVICE_LOCK_WAIT_NS) as descriptor:
+        _write_id(descriptor, before, cluster_id)
+
+
+def _write_id(descriptor: int, found: Superblock, cluster_id: bytes) -> Superblock:
+    written = replace(found, cluster_id=cluster_id, revision=found.revision + 1)
+    for offset in SUPERBLOCK_OFFSETS:
+        os.pwrite(descriptor, encode_superblock(written), offset)
+        os.fsync(descriptor)
+    return written
 
 
 def erase_drive(file: Path) -> None:
@@ -161,8 +183,9 @@ def erase_drive(file: Path) -> None:
 class _Locked:
     """An open data file that no node has open; a foreign errno becomes an error of ours."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *, wait_ns: int = _LOCK_WAIT_NS) -> None:
         self._file = file
+        self._wait_ns = wait_ns
         self._descriptor = -1
 
     def __enter__(self) -> int:
@@ -175,7 +198,7 @@ class _Locked:
         try:
             if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
                 raise InvalidRequest(f"{self._file} is neither a file nor a block device")
-            lock_data_file(self._descriptor, str(self._file), wait_ns=_LOCK_WAIT_NS)
+            lock_data_file(self._descriptor, str(self._file), wait_ns=self._wait_ns)
         except BaseException:
             os.close(self._descriptor)
             raise

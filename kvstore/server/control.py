@@ -185,9 +185,11 @@ class Control:
             for worker in self.fleet.workers:
                 arguments: dict[str, Plain] = {"namespace": namespace, "keys": keys}
                 value = await worker.channel.admin("explain", arguments, deadline_ns=deadline_ns)
+                if value.get("known") is not True:
+                    continue  # nothing of the namespace was ever put on its drives
                 found = _key_answers(keys, maps_of(value, "keys"))
                 answers = [_better_answer(*pair) for pair in zip(answers, found, strict=True)] if answers else found
-            return answers
+            return answers or [_absent(key) for key in _split(keys)]
 
         return ask
 
@@ -236,10 +238,19 @@ def _better_answer(old: KeyAnswer, new: KeyAnswer) -> KeyAnswer:
 
 
 def _key_answers(keys: bytes, values: list[Mapping[str, Plain]]) -> list[KeyAnswer]:
-    digests = [keys[at : at + DIGEST_BYTES] for at in range(0, len(keys), DIGEST_BYTES)]
+    digests = _split(keys)
     if len(values) != len(digests):
         raise Internal(f"the worker explained {len(values)} keys of {len(digests)}")
     return [_key_answer(*pair) for pair in zip(digests, values, strict=True)]
+
+
+def _split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + DIGEST_BYTES] for at in range(0, len(keys), DIGEST_BYTES)]
+
+
+def _absent(key: bytes) -> KeyAnswer:
+    text = "the namespace was dropped or forgotten while this was asked"
+    return KeyAnswer(key=key, status=MissReason.ABSENT.name.lower(), text=text, ago_ns=0)
 
 
 def _key_answer(key: bytes, value: Mapping[str, Plain]) -> KeyAnswer:

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from kvstore.engine.drive import data_file
 from kvstore.engine.identity import NO_CLUSTER, ContentKind, DriveContent, check_cluster, look_at
@@ -35,6 +36,18 @@ class DriveVerdict:
         return self.state is DriveState.SERVING
 
 
+class Bearing(Protocol):
+    """By which ids a node knows its drives: see `kvstore.server.home.Home`."""
+
+    @property
+    def id(self) -> bytes:
+        """Of the cluster; zeros accept the drives of any."""
+
+    @property
+    def own_id(self) -> bytes:
+        """That the node drew while it was on its own."""
+
+
 def look(path: str) -> DriveContent | DriveVerdict:
     """What lies in a data folder or on a device; a verdict where it cannot be read."""
     try:
@@ -62,14 +75,14 @@ def cluster_of(contents: Sequence[DriveContent]) -> bytes | None:
 
 
 def judge(
-    path: str, content: DriveContent, *, expected_id: str, cluster_id: bytes, homes: Mapping[str, str]
+    path: str, content: DriveContent, *, expected_id: str, home: Bearing, places: Mapping[str, str]
 ) -> DriveVerdict:
     """Whether the drive in a folder is opened.
 
     Args:
         expected_id: the disk that was there at the last start, "" if the folder is new.
-        cluster_id: of the node; zeros accept the drives of any.
-        homes: where each disk was at the last start.
+        home: whose drives the node serves.
+        places: where each disk was at the last start.
     """
     name = str(data_file(path))
     if content.kind is ContentKind.FOREIGN:
@@ -91,14 +104,14 @@ def judge(
     if superblock is None:
         return DriveVerdict(path=path, disk_id="", state=DriveState.SERVING)
     try:
-        check_cluster(superblock, cluster_id, path)
+        check_cluster(superblock, home.id, path, own_id=home.own_id)
     except FormatUnsupported as error:
         return DriveVerdict(path=path, disk_id=content.disk_id, state=DriveState.FOREIGN, detail=str(error))
-    home = homes.get(content.disk_id, "")
-    moved = f"it was at {home} before; a drive is known by its own id, so nothing has to be done" if home else ""
+    place = places.get(content.disk_id, "")
+    moved = f"it was at {place} before; a drive is known by its own id, so nothing has to be done" if place else ""
     return DriveVerdict(
         path=path,
         disk_id=content.disk_id,
         state=DriveState.SERVING,
-        detail=moved if home and data_file(home) != Path(name) else "",
+        detail=moved if place and data_file(place) != Path(name) else "",
     )

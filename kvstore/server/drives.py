@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from kvstore.device.health import DriveHealth
 from kvstore.engine.api import Engine
+from kvstore.engine.drive import data_file
 from kvstore.engine.engine import DriveEngine, EngineSettings
+from kvstore.engine.identity import hand_over_drive
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.limits import SECOND_NS, STAGING_BYTES_MIN, MiB
 from kvstore.server.drive_set import DriveSet
@@ -90,6 +92,7 @@ def open_drives(launch: WorkerLaunch) -> tuple[list[Drive], list[DriveFault]]:
     with ExitStack() as opened:
         for path in launch.data_dirs:
             try:
+                _hand_over(path, launch)
                 engine = _open(path, settings)
             except KVStoreError as error:
                 log.error("drive %s is not used: %s", path, error)
@@ -110,6 +113,15 @@ def joined(drives: Sequence[Drive]) -> Engine:
     if len(drives) == 1:
         return drives[0].engine
     return DriveSet([(drive.id, drive.engine) for drive in drives])
+
+
+def _hand_over(path: str, launch: WorkerLaunch) -> None:
+    """A drive of the node from before it joined its cluster becomes the cluster's."""
+    try:
+        own_id, cluster_id = bytes.fromhex(launch.own_id), bytes.fromhex(launch.cluster_id)
+        hand_over_drive(data_file(path), own_id=own_id, cluster_id=cluster_id)
+    except OSError as error:
+        raise Unavailable(f"drive {path} cannot be read: {error.strerror or error}; check the device") from None
 
 
 def _open(path: str, settings: EngineSettings) -> DriveEngine:

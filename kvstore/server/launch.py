@@ -61,6 +61,7 @@ class WorkerLaunch:
         is_member: of a cluster: puts and deletes are refused but for the time that `hold_writes` gives.
         has_tenants: nobody is admitted before the supervisor has sent the tenants (`tenants_set`).
         cluster_id: of the node, in hex; drives of another one are refused, zeros take any.
+        own_id: in hex; drives that bear it are taken too, and become the cluster's; zeros for none.
         drives_of_node: by which a tenant's quota of the node is divided.
         drain_ns: how long calls in progress may take after SIGTERM.
     """
@@ -89,6 +90,7 @@ class WorkerLaunch:
     log_level: str
     log_format: str
     is_member: bool = False
+    own_id: str = ""
 
     def to_argument(self) -> str:
         """The one command line argument that `from_argument` reads."""

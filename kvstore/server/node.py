@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.doctor.start import log_start
-from kvstore.engine.identity import NO_CLUSTER
+from kvstore.engine.identity import NO_CLUSTER, DriveContent
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.limits import SECOND_NS
 from kvstore.server.access import Access
 from kvstore.server.addresses import bound_port, join_address, listen
 from kvstore.server.control import Control
-from kvstore.server.drive_check import CheckedDrives, check_drives, note_drives, open_record, usable_paths
+from kvstore.server.drive_check import CheckedDrives, check_drives, contents_of, note_drives, usable_paths
 from kvstore.server.fleet import Fleet
 from kvstore.server.grpc_edge.service import GrpcServer
+from kvstore.server.home import home_alone, note_home, noted_home
 from kvstore.server.http_edge import HttpEdge
 from kvstore.server.launch import WorkerLaunch
+from kvstore.server.node_record import open_record
 from kvstore.server.places import (
     ReadyAddresses,
     clear_ready_file,
@@ -73,9 +75,10 @@ class Node:
         self._ready_path = Path(settings.ready_file) if settings.ready_file else None
         if self._ready_path:
             clear_ready_file(self._ready_path)
-        usable, bad = usable_paths(settings.data_dir)
+        self._private_dir = private_dir
+        self._usable, self._bad = usable_paths(settings.data_dir)
         log_start(settings)
-        self._store = open_record(usable)
+        self._store = open_record(self._usable)
         self._node_id = settings.node_id or self._kept(_NODE_ID_KEY) or f"node-{uuid.uuid4().hex[:12]}"
         # on raw devices alone nothing of ours is kept between starts, so the clock must tell them apart
         self._boots = int(self._kept(_BOOTS_KEY) or 0) + 1 if self._store else int(time.time())
@@ -88,22 +91,14 @@ class Node:
         )
         self._grpc_socket = str(Path(private_dir) / "grpc.sock")
         self._access = Access(Path(settings.tenants) if settings.tenants else None)
-        self._drives = check_drives(usable, bad, self._store)
-        self._fleet.access, self._fleet.refused_drives = self._access, self._drives.refused
+        self._fleet.access = self._access
         self._control = Control(self._fleet, self._access)
         self._grpc = GrpcServer(self._control, metrics=self._metrics)
         self._wire_edge = WireEdge(
             self._fleet, access=self._access, grpc_socket=self._grpc_socket, metrics=self._metrics
         )
         self._http_edge = HttpEdge(self._fleet, access=self._access)
-        self._workers = [
-            WorkerHandle(
-                with_socket(launch, settings, private_dir),
-                on_change=self._worker_changed,
-                tenants=self._access.book,
-            )
-            for launch in plan_workers(settings, self._node_id, self._drives)
-        ]
+        self._workers: list[WorkerHandle] = []
         self._reloads: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -112,6 +107,9 @@ class Node:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._signalled, signum)
         loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+        if not await self._plan_or_stop():
+            await self._close()
+            return
         await self._open_ports()
         self._fleet.adopt(self._workers)
         lives = [asyncio.create_task(worker.run()) for worker in self._workers]
@@ -131,6 +129,42 @@ class Node:
                 task.cancel()
             await asyncio.gather(*lives, *followers, return_exceptions=True)
             await self._close()
+
+    async def _plan_or_stop(self) -> bool:
+        """Decide which drives are served, and by which workers; False when a signal came first."""
+        planning = asyncio.create_task(self._plan())
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait((planning, stopped), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+        if not planning.done():
+            planning.cancel()
+            await asyncio.gather(planning, return_exceptions=True)
+            return False
+        planning.result()
+        return not self._stop.is_set()
+
+    async def _plan(self) -> None:
+        found = contents_of(self._usable)
+        noted, has_record = noted_home(self._store), self._store is not None
+        if self._seat:
+            home = await self._seat.find_home(noted, has_record=has_record)
+        else:
+            contents = [content for content in found.values() if isinstance(content, DriveContent)]
+            home = home_alone(noted, contents, has_record=has_record)
+        drives = check_drives(found, self._bad, self._store, home)
+        if self._store:
+            note_home(self._store, home)
+        self._fleet.refused_drives = drives.refused
+        self._workers = [
+            WorkerHandle(
+                with_socket(launch, self._settings, self._private_dir),
+                on_change=self._worker_changed,
+                tenants=self._access.book,
+            )
+            for launch in plan_workers(self._settings, self._node_id, drives)
+        ]
 
     def _worker_changed(self) -> None:
         self._fleet.changed()
@@ -217,7 +251,7 @@ class Node:
                 self._store.put(_NODE_ID_KEY, self._node_id)
                 self._store.put(_BOOTS_KEY, str(self._boots))
                 targets = [one for worker in self._workers if worker.readiness for one in worker.readiness.targets]
-                note_drives(self._store, {one.path: one.id for one in targets}, self._drives.cluster_id)
+                note_drives(self._store, {one.path: one.id for one in targets}, self._settings.data_dir)
             except Unavailable as error:
                 log.warning("%s; after a restart clients may take an old view for the new one, until it changes", error)
 
@@ -262,7 +296,8 @@ def plan_workers(settings: NodeSettings, node_id: str, drives: CheckedDrives) ->
         replace(
             launch,
             data_dirs=tuple(path for path in launch.data_dirs if path in drives.paths),
-            cluster_id=drives.cluster_id,
+            cluster_id=drives.home.id.hex(),
+            own_id=drives.home.own_id.hex(),
         )
         for launch in divide_workers(settings, node_id)
     ]

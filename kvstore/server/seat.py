@@ -7,15 +7,17 @@ import logging
 from pathlib import Path
 from typing import Final
 
+from kvstore.cluster.charter import CLUSTER_ID_NAME, checked_cluster_id, draw, new_cluster_id
 from kvstore.cluster.membership import Membership
 from kvstore.cluster.node_file import replace_file
 from kvstore.cluster.registration import Registration
 from kvstore.cluster.store import ClusterStore
 from kvstore.cluster.store_address import EtcdAddress, FileAddress, open_cluster_store, parse_store_address
 from kvstore.cluster.view import TargetState, View, decode_view, encode_view
-from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.limits import CONTROL_DEADLINE_NS
+from kvstore.errors import Denied, InvalidRequest, KVStoreError, Retryable
+from kvstore.limits import CLUSTER_ASK_NS, CLUSTER_JOIN_NS, CONTROL_DEADLINE_NS, SECOND_NS, STORE_RETRY_NS_MIN
 from kvstore.server.fleet import Fleet
+from kvstore.server.home import Home, NotedHome, home_in
 from kvstore.server.worker_handle import WorkerHandle
 from kvstore.settings import NodeSettings
 
@@ -59,6 +61,8 @@ class Seat:
     def __init__(
         self, store: ClusterStore, *, cluster: str, node_id: str, label: str, ttl_ns: int, view_path: Path | None
     ) -> None:
+        self._store = store
+        self._cluster = cluster
         self._node_id = node_id
         self._label = label
         self._view_path = view_path
@@ -76,6 +80,47 @@ class Seat:
     def failure(self) -> str:
         """Why the cluster store cannot be asked; "" when it can."""
         return self._membership.failure
+
+    async def find_home(self, noted: NotedHome, *, has_record: bool) -> Home:
+        """Whose drives the node serves, as the cluster says; before `run`. The first node draws the cluster's id.
+
+        A node that was in the cluster before goes on without the store's answer.
+
+        Raises:
+            Unavailable, Denied: The store does not answer, and the node was never in this cluster.
+            InvalidRequest: What stands in the store is no id.
+        """
+        known = noted.id_in(self._cluster)
+        wait_ns = CLUSTER_ASK_NS if known or not has_record else CLUSTER_JOIN_NS
+        answer = ""
+        try:
+            async with asyncio.timeout(wait_ns / SECOND_NS):
+                answer = await self._ask_id(known or new_cluster_id(), is_patient=not known)
+        except (TimeoutError, Retryable, Denied) as error:
+            if isinstance(error, Denied) and not known:
+                raise
+            log.warning("cluster %s was not asked for its id: %s", self._cluster, error or "no answer in time")
+        home = home_in(self._cluster, noted, answer, has_record=has_record)
+        self._membership.serve_drives_of(home.id.hex() if any(home.id) else "")
+        return home
+
+    async def _ask_id(self, candidate: str, *, is_patient: bool) -> str:
+        is_told = False
+        while True:
+            try:
+                text = await draw(self._store, CLUSTER_ID_NAME, candidate)
+                break
+            except Retryable as error:
+                if not is_patient:
+                    raise
+                if not is_told:
+                    log.warning("waits for the cluster store: %s", error)
+                    is_told = True
+            await asyncio.sleep(STORE_RETRY_NS_MIN / SECOND_NS)
+        found = checked_cluster_id(text)
+        if not found:
+            raise InvalidRequest(f"{CLUSTER_ID_NAME} of cluster {self._cluster} is {text!r:.80}, no id; see the log")
+        return found
 
     def workers_changed(self, fleet: Fleet) -> None:
         """Register what the workers serve now. A drained worker's targets are to leave the cluster."""

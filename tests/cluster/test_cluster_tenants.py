@@ -101,8 +101,7 @@ def test_the_peer_token_opens_every_node_for_peers_and_shows_nowhere(nodes: Node
         ours = namespace_of("ours")
         with nodes.client("a", TOKENS["ours"]) as client:
             space = client.namespace(ours)
-            (result,) = space.put(space.keys([1]), [b"v" * CHUNK_BYTES])
-            assert isinstance(result, Stored | Exists)
+            await until(lambda: _is(isinstance(space.put(space.keys([1]), [b"v" * CHUNK_BYTES])[0], Stored | Exists)))
         with nodes.client("b", first) as peer:
             space = peer.namespace(ours)
             assert [type(one) for one in space.get_into(space.keys([1]), [bytearray(CHUNK_BYTES)])] == [Hit]

@@ -10,7 +10,13 @@ import pytest
 
 from kvstore.cluster import transitions
 from kvstore.cluster.placement import lookup_order, rank, seed_of
-from kvstore.cluster.registration import Registration, decode_registration, encode_registration
+from kvstore.cluster.registration import (
+    Registration,
+    RelayRegistration,
+    decode_registration,
+    decode_relay,
+    encode_registration,
+)
 from kvstore.cluster.settling import Overdue, Periods, settle
 from kvstore.cluster.view import ReplicaPolicy, View, decode_view, encode_view
 
@@ -56,6 +62,9 @@ def test_views_and_registrations_of_the_vectors_travel(case: dict[str, Any]) -> 
     if "registration" in case["arguments"]:
         registration = Registration.from_plain(case["arguments"]["registration"])
         assert decode_registration(encode_registration(registration)) == registration
+    for plain in case["arguments"].get("relays", ()):
+        relay = RelayRegistration.from_plain(plain)
+        assert decode_relay(encode_registration(relay)) == relay
 
 
 def changed(view: View, change: str, arguments: dict[str, Any]) -> View:
@@ -79,6 +88,9 @@ def changed(view: View, change: str, arguments: dict[str, Any]) -> View:
             return transitions.expire_previous(view, arguments["epochs"])
         case "set_replicas":
             return transitions.set_replicas(view, ReplicaPolicy.from_plain(arguments["replicas"]))
+        case "attend_relays":
+            relays = map(RelayRegistration.from_plain, arguments["relays"])
+            return transitions.attend_relays(view, {one.id: one for one in relays})
         case "outlive":
             return transitions.outlive(view, arguments["known_epoch"])
         case "settle":

@@ -22,12 +22,12 @@ from kvstore.cluster.catalog import (
     target_name,
     view_of,
 )
-from kvstore.cluster.charter import PEER_TOKEN_NAME
+from kvstore.cluster.charter import CLUSTER_ID_NAME, PEER_TOKEN_NAME
 from kvstore.cluster.etcd_client import EtcdClient
 from kvstore.cluster.etcd_store import EtcdClusterStore
 from kvstore.cluster.membership import Membership
 from kvstore.cluster.plain import encode
-from kvstore.cluster.registration import Registration, encode_registration
+from kvstore.cluster.registration import NodeNote, Registration, RelayRegistration, encode_registration
 from kvstore.cluster.settling import Periods
 from kvstore.cluster.store import NO_LEASE, Change, ClusterStore, Image
 from kvstore.cluster.store_address import EtcdAddress, EtcdSecrets
@@ -120,7 +120,9 @@ class CutStore:
 class Node:
     """One member with what it registers."""
 
-    def __init__(self, cluster: Cluster, number: int, *, known: View | None = None, **how: str) -> None:
+    def __init__(
+        self, cluster: Cluster, number: int, *, known: View | None = None, cluster_id: str = "", **how: str
+    ) -> None:
         self.id = f"t{number}"
         self.store = CutStore(cluster.open_store())
         self.views: list[View] = []
@@ -132,6 +134,7 @@ class Node:
             ttl_ns=cluster.ttl_ns,
             periods=PERIODS,
         )
+        self.member.serve_drives_of(cluster_id or cluster.id)
         self.member.register([registration(number, **how)])
         self.task = asyncio.ensure_future(self.member.run())
 
@@ -170,8 +173,9 @@ class Node:
 class Cluster:
     """Nodes on one etcd, under a name of their own."""
 
-    def __init__(self, etcd: EtcdProcess, ttl_ns: int) -> None:
+    def __init__(self, etcd: EtcdProcess, ttl_ns: int, cluster_id: str) -> None:
         self.name = f"members-{next(_numbers)}"
+        self.id = cluster_id
         self.ttl_ns = ttl_ns
         self._address = EtcdAddress(members=tuple(etcd.members.split(",")), cluster=self.name)
         self.nodes: list[Node] = []
@@ -208,8 +212,10 @@ async def until(check: Callable[[], bool], words: Callable[[], str] = lambda: "i
 
 
 @asynccontextmanager
-async def cluster_on(etcd: EtcdProcess, *numbers: int, ttl_ns: int = TTL_NS) -> AsyncIterator[Cluster]:
-    cluster = Cluster(etcd, ttl_ns)
+async def cluster_on(
+    etcd: EtcdProcess, *numbers: int, ttl_ns: int = TTL_NS, cluster_id: str = ""
+) -> AsyncIterator[Cluster]:
+    cluster = Cluster(etcd, ttl_ns, cluster_id)
     try:
         for number in numbers:
             cluster.add(number)
@@ -272,6 +278,68 @@ def test_all_nodes_hold_one_peer_token_and_the_one_that_replaces_it(
     run(body)
 
 
+def test_a_relay_is_in_the_view_while_its_lease_holds(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd, 0) as cluster:
+            (node,) = cluster.nodes
+            await cluster.settled(t0=SERVING)
+            relay = RelayRegistration(id="r1", data=("10.1.0.1:7501",), node_id="decode-1", label="rack")
+            agent = Membership(cluster.open_store(), cluster=cluster.name, ttl_ns=TTL_NS)
+            agent.register_relay(relay)
+            task = asyncio.ensure_future(agent.run())
+            await until(lambda: not agent.fenced)
+            await until(lambda: len(node.view.relays) == 1)
+            (seen,) = node.view.relays
+            assert (seen.id, seen.data, seen.label, seen.state) == ("r1", relay.data, "rack", SERVING)
+            assert agent.view is not None
+            assert [target.id for target in agent.view.targets] == ["t0"], "it follows the view"
+            agent.drain()
+            await until(lambda: [one.state for one in node.view.relays] == [DRAINING])
+            task.cancel()  # without a word, as by kill -9
+            await asyncio.gather(task, return_exceptions=True)
+            await until(lambda: node.view.relays == ())
+            again = Membership(cluster.open_store(), cluster=cluster.name, ttl_ns=TTL_NS)
+            again.register_relay(relay)
+            task = asyncio.ensure_future(again.run())
+            await until(lambda: [one.state for one in node.view.relays] == [SERVING])
+            await again.close()
+            await until(lambda: node.view.relays == ())
+            await asyncio.gather(task, return_exceptions=True)
+            assert node.states() == {"t0": SERVING}
+
+    run(body)
+
+
+def test_tools_are_told_of_every_node(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd, 0, 1) as cluster:
+            for node in cluster.nodes:
+                node.member.announce(NodeNote(node_id=node.id, grpc=f"{node.id}:7400"))
+            await until(lambda: all(node.member.notes.keys() == {"t0", "t1"} for node in cluster.nodes))
+            await cluster.nodes[1].die()
+            await until(lambda: cluster.nodes[0].member.notes.keys() == {"t0"})
+
+    run(body)
+
+
+def test_a_node_with_drives_of_another_cluster_does_not_join(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd, cluster_id="aa" * 16) as cluster:
+            first = cluster.add(0)
+            await cluster.settled(t0=SERVING)
+            store = cluster.open_store()
+            assert (await store.load()).entries[CLUSTER_ID_NAME].value == "aa" * 16, "drawn by the one that came first"
+            stranger = cluster.add(1, cluster_id="bb" * 16)
+            await until(lambda: "another id" in stranger.member.failure)
+            assert (stranger.member.fenced, first.states()) == (True, {"t0": SERVING})
+            await store.put(CLUSTER_ID_NAME, "bb" * 16)  # the operator says which it is
+            await until(lambda: first.states() == {"t0": SERVING, "t1": JOINING})
+            assert not first.member.fenced, "who was in it stays in it, and says so in its log"
+            await store.close()
+
+    run(body)
+
+
 def test_a_node_that_dies_is_down_and_comes_back_with_its_drive(shared_etcd: EtcdProcess) -> None:
     async def body() -> None:
         async with cluster_on(shared_etcd, 0) as cluster:
@@ -320,7 +388,7 @@ def test_who_says_goodbye_is_down_at_once_and_a_drained_one_leaves(shared_etcd: 
             last = view_of(image.entries)
             assert last is not None
             assert {target.id: target.state for target in last.targets} == {"t0": DOWN, "t1": DOWN}
-            assert list(image.entries) == [VIEW_NAME]
+            assert set(image.entries) == {VIEW_NAME, PEER_TOKEN_NAME}
 
     run(body)
 

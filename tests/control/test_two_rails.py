@@ -89,3 +89,15 @@ def test_one_dead_worker_degrades_the_node_and_its_loss_is_told(ready: Ready, co
     assert control.drop("acme", MINE.digest)
     with pytest.raises(errors.InvalidRequest):
         control.drop("acme", b"")
+
+
+def test_a_namespace_that_one_worker_never_saw_is_explained(ready: Ready, control: ControlClient) -> None:
+    lonely = Namespace(tenant="acme", model="of one chunk", weights="sha256:1", layout=LAYOUT)
+    with KVClient.connect(ready.grpc) as client:
+        bound = client.namespace(lonely)
+        keys = bound.keys(list(range(8)))
+        assert [type(one) for one in bound.put(keys[:1], [b"x" * 100])] == [Stored]
+        answer = control.explain(Question(tenant="acme", namespace=lonely.digest, keys=keys.digests))
+    (namespace,) = answer.namespaces
+    assert [key.status for key in namespace.keys] == ["hit", "absent"]
+    assert all(key.text or key.status == "hit" for key in namespace.keys)

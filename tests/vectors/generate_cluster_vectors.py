@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvstore.cluster import transitions
 from kvstore.cluster.placement import lookup_order, rank, seed_of
-from kvstore.cluster.registration import Registration
+from kvstore.cluster.registration import Registration, RelayRegistration
 from kvstore.cluster.settling import Overdue, Periods, settle
 from kvstore.cluster.view import PreviousPlacement, ReplicaPolicy, Target, TargetState, View
 
@@ -129,6 +129,23 @@ def of_previous(name: str, before: View, *epochs: int) -> dict[str, object]:
     return case(name, "expire_previous", {"epochs": list(epochs)}, before, after)
 
 
+def relay(name: str, *, wants_drain: bool = False, session: str = "s1") -> RelayRegistration:
+    return RelayRegistration(
+        id=name,
+        data=(f"{name}.example:7501",),
+        node_id=f"node-{name}",
+        label="rack1",
+        boot_id="b1",
+        session=session,
+        wants_drain=wants_drain,
+    )
+
+
+def of_relays(name: str, before: View, *registered: RelayRegistration) -> dict[str, object]:
+    after = transitions.attend_relays(before, {one.id: one for one in registered})
+    return case(name, "attend_relays", {"relays": [one.to_plain() for one in registered]}, before, after)
+
+
 def of_settling(name: str, before: View, registered: list[Registration], overdue: Overdue) -> dict[str, object]:
     periods = Periods(previous_ns=KEEP_NS)
     after = settle(before, {one.id: one for one in registered}, overdue, periods)
@@ -151,6 +168,7 @@ def transition_vectors() -> list[dict[str, object]]:
     for at in range(6):
         full = transitions.join(full, registration(f"n{at}"), keep_ns=KEEP_NS)
     policy = ReplicaPolicy(copies=2, head_copies=3, head_runs=4)
+    relayed = transitions.attend_relays(two, {"r1": relay("r1"), "r2": relay("r2")})
     return [
         of_registration("the first target serves at once", "join", view(epoch=1), registration("a")),
         of_registration("the third fills first", "join", two, registration("c")),
@@ -206,6 +224,12 @@ def transition_vectors() -> list[dict[str, object]]:
             [registration("a"), registration("b", address="a.example:7401")],
             Overdue(),
         ),
+        of_relays("two relays come", two, relay("r2"), relay("r1")),
+        of_relays("the same relays again", relayed, relay("r1"), relay("r2")),
+        of_relays("a relay's lease ran out", relayed, relay("r2")),
+        of_relays("a relay drains", relayed, relay("r1", wants_drain=True), relay("r2")),
+        of_relays("a relay was started again", relayed, relay("r1", session="s2"), relay("r2")),
+        of_settling("relays are left as they are", relayed, [registration("a"), registration("b")], Overdue()),
     ]
 
 
