@@ -1,7 +1,7 @@
-"""Builds the one compiled part, the io_uring binding; everything else is declared in pyproject.toml.
+"""Builds the compiled parts: the io_uring binding and the exchange of single reads. pyproject.toml declares the rest.
 
-The extension is optional: without a compiler, or without io_uring, the install succeeds and the node uses its
-thread pool device, and says so.
+Both are optional: without a compiler the install succeeds, the node uses its thread pool device, node and client
+exchange single reads in Python, and all of them say so.
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-URING_SOURCE = Path("kvstore/device/_uring.c")
+PARTS = ("kvstore.device._uring", "kvstore.transport._exchange")
 
 
 def extensions() -> list[Extension]:
     """The extensions that this system can build."""
-    if not sys.platform.startswith("linux") or not URING_SOURCE.exists():
+    if not sys.platform.startswith("linux"):
         return []
+    sources = {name: Path(*name.split(".")).with_suffix(".c") for name in PARTS}
     return [
-        Extension(
-            "kvstore.device._uring",
-            sources=[str(URING_SOURCE)],
-            extra_compile_args=["-O2", "-Wall", "-Wextra"],
-            optional=True,
-        )
+        Extension(name, sources=[str(source)], extra_compile_args=["-O2", "-Wall", "-Wextra"], optional=True)
+        for name, source in sources.items()
+        if source.exists()
     ]
 
 

@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
 from kvstore.limits import CONNECT_NS_MAX, DRAIN_BYTES_MAX, DRAIN_NS_MAX, SECOND_NS, SLICE_BYTES_MAX
+from kvstore.transport.exchange import handle_of
 from kvstore.types.flow import FlowClass
 from kvstore.wire.failures import error_of
 from kvstore.wire.frames import Frame, FrameReader, FrameWriter
@@ -55,8 +56,7 @@ class Connection:
         idle_since_ns: When the last call ended.
         welcome: What the node takes.
         regions: What the node can reach of our memory; None over TCP.
-        quick: Send, receive and the next request id, for reads the quickest ways (lane, straight). While the connection
-            is open, if the node may end reads with data.
+        quick: Socket, receive and next request id, while it is open; None also if reads may not end with data.
         receive_timeout_ns: The kernel's timeout for receiving; 0 is none.
         waste: Memory for payload that nobody wants any more.
     """
@@ -479,7 +479,7 @@ class Connection:
         if self.ends_with_data:
             self._reader.allow_final_data()
             held = self._require_socket()
-            self.quick = (held.send, held.recvmsg_into, self._session.next_id)
+            self.quick = (handle_of(held), held.recvmsg_into, self._session.next_id)
         self._greeting.welcomed(self.welcome)
 
     def _flush(self) -> Steps:

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import ChecksumMismatch, DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.limits import DIGEST_BYTES, SLICE_BYTES_MAX
+from kvstore.transport.exchange import Answer, read_exchange
 from kvstore.types.checksum import crc32c, crc_table
 from kvstore.types.keys import KeyChain
 from kvstore.types.results import Hit, Miss
-from kvstore.wire.expected import DATA_START
-from kvstore.wire.header import HEADER_BYTES
-from kvstore.wire.plain import CRC_AT, DATA_FLAGS, GetFrames, plain_data
+from kvstore.wire.plain import plain_data
 from kvstore.wire.slices import Slice
 from kvstore_client.connection import Connection
 from kvstore_client.loads import Begun, node_deadline_ns
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 
 _LANES_MAX: Final = 64  # lengths and deadlines that one namespace is read with
 _HITS_MAX: Final = 1024  # results that are kept, to be given again: they are made of constants
-_SEND_FLAGS: Final = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
-_Head = tuple[bytearray, memoryview, memoryview]
 
 
 class ReadLane:
@@ -75,17 +72,18 @@ class ReadLane:
         self._flow = core.options.flow
         self._target = target
         self._link = link
-        self._encode = GetFrames(namespace, node_deadline_ns(duration_ns)).encode
-        self._data = plain_data(record_bytes, block_bytes)
+        exchange = read_exchange(
+            namespace, node_deadline_ns(duration_ns), record_bytes=record_bytes, block_bytes=block_bytes
+        )
+        self._send = exchange.send
+        self._receive = exchange.receive
         self._record_bytes = record_bytes
         self._block_bytes = block_bytes
         self._duration_ns = duration_ns
         self._armed_ns_max = duration_ns + (duration_ns >> 6)
-        self._total_bytes = self._data.head_bytes + record_bytes
         self._is_one_block = record_bytes <= block_bytes
         self._is_timed = record_bytes >= RATE_BYTES_MIN
         self._hits: dict[bytes, Hit] = {}
-        self._heads: list[_Head] = []
 
     @property
     def is_usable(self) -> bool:
@@ -112,41 +110,29 @@ class ReadLane:
             return 0
         quick = connection.quick
         assert quick is not None, "a connection that is not open was taken for ready"
-        send, receive, next_id = quick
-        data = self._data
+        handle, _, next_id = quick
         connection.deadline_ns = deadline_ns = now_ns + self._duration_ns
         try:
             request_id = next_id()
-            frame = self._encode(key, request_id, link.view_epoch)
-            if send(frame, _SEND_FLAGS) != len(frame):
+            if not self._send(handle, request_id, link.view_epoch, key):
                 raise Unavailable("a request did not fit the socket of an idle connection")
             if not self._duration_ns <= connection.receive_timeout_ns <= self._armed_ns_max:
                 connection.arm_receive(self._duration_ns)
-            kept = self._heads
-            head, before_crc, body = parts = kept.pop() if kept else self._new_head()
             try:
-                count = receive((head, view))[0]
+                answer = self._receive(handle, request_id, view)
             except BlockingIOError:
                 return self._go_on(connection, b"")  # too late, and it is known there what to do about it
-            if not count:
+            if not isinstance(answer, tuple):
+                if answer:
+                    return self._go_on(connection, answer)
+                if answer is None:
+                    raise ChecksumMismatch("a DATA frame was changed on the way; the connection must be opened anew")
                 raise Unavailable(f"node at {connection.address} closed the connection; it may be restarting")
-            start, answered_id, sizes, epoch, flags, crc, before, content_id, rest, table = data.unpack_from(head)
-            if (
-                count < data.head_bytes
-                or answered_id != request_id
-                or start != DATA_START
-                or sizes != data.sizes
-                or flags != DATA_FLAGS
-                or before != data.before
-                or rest != data.rest
-            ):
-                return self._go_on(connection, b"".join((head, view))[:count])
-            if count != self._total_bytes:
+            count, epoch, content_id, table = answer
+            if count != self._record_bytes:
                 count = self._receive_rest(connection, view, count)
-                if count != self._total_bytes:
-                    return self._go_on(connection, b"".join((head, view))[:count])
-            if crc32c(body, crc32c(before_crc, 0)) != crc:
-                raise ChecksumMismatch("a DATA frame was changed on the way; the connection must be opened anew")
+                if count != self._record_bytes:
+                    return self._go_on(connection, self._head_again(answer, request_id) + bytes(view[:count]))
             if epoch > self._core.newest_epoch:
                 self._core.saw_epoch(epoch)
             found = crc32c(view, 0).to_bytes(4, "little") if self._is_one_block else crc_table(view, self._block_bytes)
@@ -162,7 +148,6 @@ class ReadLane:
             raise
         connection.idle_since_ns = now_ns
         self._driver.put_ready(link, connection)
-        kept.append(parts)
         if self._is_timed:
             link.note_read(self._record_bytes, time.monotonic_ns() - now_ns)
         self._first_attempt()
@@ -173,14 +158,18 @@ class ReadLane:
         return [self._hits.get(content_id) or self._new_hit(content_id)]
 
     def _receive_rest(self, connection: Connection, view: memoryview, count: int) -> int:
-        """Receives what is missing of the payload; how much of the frame there is then, less after the deadline."""
-        head_bytes = self._data.head_bytes
+        """Receives what is missing of the payload; how much of it there is then, less after the deadline."""
         try:
-            while count < self._total_bytes:
-                count += connection.receive_into((view[count - head_bytes :],), socket.MSG_WAITALL) or 0
+            while count < self._record_bytes:
+                count += connection.receive_into((view[count:],), socket.MSG_WAITALL) or 0
         except DeadlineExceeded:
             pass  # it will be again, where it is known what to do about it
         return count
+
+    def _head_again(self, answer: Answer, request_id: int) -> bytes:
+        """The head that was received: all of it is known."""
+        _, epoch, content_id, table = answer
+        return plain_data(self._record_bytes, self._block_bytes).head(content_id, table, request_id, epoch)
 
     def _go_on(self, connection: Connection, received: bytes) -> Begun:
         """The answer is another one than expected: it is read by who knows all of them, from its first byte on."""
@@ -200,11 +189,6 @@ class ReadLane:
             self._hits.clear()
         hit = self._hits[content_id] = Hit(length_bytes=self._record_bytes, content_id=content_id)
         return hit
-
-    def _new_head(self) -> _Head:
-        head = bytearray(self._data.head_bytes)
-        view = memoryview(head)
-        return head, view[:CRC_AT], view[HEADER_BYTES:]
 
 
 class Lanes:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Final, Protocol, TypeAlias
 
 from kvstore.limits import SECOND_NS
+from kvstore.transport.exchange import Handle
 
 READ: Final = 1
 WRITE: Final = 2
@@ -26,8 +27,8 @@ class Receive(Protocol):
     ) -> tuple[int, object, int, object]: ...
 
 
-Quick: TypeAlias = tuple[Callable[[bytes, int], int], Receive, Callable[[], int]]
-"""How to send, to receive, and to get the next request id, in as few steps as there can be."""
+Quick: TypeAlias = tuple[Handle, Receive, Callable[[], int]]
+"""The socket for an exchange, how to receive, and how to get the next request id, in as few steps as there can be."""
 
 
 def set_timeout(held: socket.socket, option: int, wait_ns: int) -> int:

@@ -94,10 +94,10 @@ class Connection:
         due_ns: when it is closed unless something arrives before (HELLO, idle and lingering limits).
         clock: monotonic; for durations, where the time of the turn is too coarse.
         in_turn: it stands in the data plane's queue of senders.
+        is_blocked: the socket takes nothing more now.
     """
 
     __slots__ = (
-        "_blocked",
         "_handlers",
         "_held_bytes",
         "_interest",
@@ -117,6 +117,7 @@ class Connection:
         "grant",
         "in_turn",
         "is_admin",
+        "is_blocked",
         "is_closed",
         "metrics",
         "placing",
@@ -155,7 +156,7 @@ class Connection:
         self._lane: ReadLane | None = None  # from HELLO on, until the last words
         self._progress: tuple[object, ...] | None = None
         self._progress_ns = 0
-        self._blocked = False
+        self.is_blocked = False
         self._waits_writable = False
         self._interest: int = READABLE
         plane.loop.watch(self.channel.fileno(), self._on_event)
@@ -172,17 +173,20 @@ class Connection:
 
     # --- receiving --------------------------------------------------------------------------------------------------
     def _on_event(self, events: int) -> None:
-        if events & WRITABLE and self._blocked:
+        if events != READABLE and events & WRITABLE and self.is_blocked:
             self._send_on()
         if events & (READABLE | BROKEN) and not self.is_closed:
-            if self._lingering:
-                self._discard()
-                return
             try:
                 lane = self._lane
-                frames = self.channel.on_readable() if lane is None else lane.receive()
-                if frames is None:
-                    return  # it was a request, and is answered
+                if lane is not None:
+                    frames = lane.receive()
+                    if frames is None:
+                        return  # it was a request, and is answered
+                elif self._lingering:
+                    self._discard()
+                    return
+                else:
+                    frames = self.channel.on_readable()
                 for frame in frames:
                     self._arrived(frame)
                 self._check_stream()
@@ -270,7 +274,7 @@ class Connection:
         if self._held_bytes:
             self._let_go()
         if not self.channel.send_at_once(head, payload, payload_bytes=payload_bytes, on_sent=on_sent):
-            self._blocked = True
+            self.is_blocked = True
             self._watch()
 
     def end_with_data(self, call: Call) -> None:
@@ -286,22 +290,22 @@ class Connection:
         writer = self.channel.writer
         writer.push(head, (payload,), payload_bytes=len(payload), on_sent=on_sent)
         writer.advance(sent_bytes)
-        self._blocked = True
+        self.is_blocked = True
         self._watch()
 
     @property
     def can_answer_at_once(self) -> bool:
         """Whether nothing stands before an answer, in this connection's queue or in others' turns."""
-        return not (self.in_turn or self._blocked or self.channel.writer.pending_bytes)
+        return not (self.in_turn or self.is_blocked or self.channel.writer.pending_bytes)
 
     def request_send(self) -> None:
         """There is output: take a turn, unless the socket takes nothing now."""
-        if not self.in_turn and not self._blocked and not self.is_closed:
+        if not self.in_turn and not self.is_blocked and not self.is_closed:
             self._plane.want_send(self)
 
     def send_now(self) -> None:
         """Sends a first frame from within the request's own event; what is left takes its turns."""
-        if self.in_turn or self._blocked:
+        if self.in_turn or self.is_blocked:
             return
         self.in_turn = True  # no turn for what is queued meanwhile
         more = self.send_turn()
@@ -313,14 +317,14 @@ class Connection:
         """The socket takes some more: no turn for that, only for what is still to be queued when it took all."""
         channel = self.channel
         try:
-            self._blocked = not channel.on_writable()
+            self.is_blocked = not channel.on_writable()
             call = self.call
             if call is not None and channel.writer.pending_bytes < FRAME_AIM_BYTES and call.has_output():
-                if self._blocked:
+                if self.is_blocked:
                     call.pump()  # to have it at hand when the socket takes more
                 else:
                     self.request_send()
-            elif not self._blocked:
+            elif not self.is_blocked:
                 self._went_out()
         except Exception as error:  # noqa: BLE001 -- the root of everything that a peer causes
             self.broke(error)
@@ -334,21 +338,21 @@ class Connection:
         except Exception as error:  # noqa: BLE001 -- the root of everything that a peer causes
             self.broke(error)
         call = self.call
-        return call is not None and not self._blocked and not self.is_closed and call.has_output()
+        return call is not None and not self.is_blocked and not self.is_closed and call.has_output()
 
     def _send(self) -> None:
         call = self.call
         channel = self.channel
         if call is not None and channel.writer.pending_bytes < FRAME_AIM_BYTES and call.has_output():
             call.pump()
-        self._blocked = not channel.on_writable()
+        self.is_blocked = not channel.on_writable()
         self._went_out()
 
     def _went_out(self) -> None:
         """The socket was given what is queued, or as much as it takes."""
-        if self._blocked is not self._waits_writable:
+        if self.is_blocked is not self._waits_writable:
             self._watch()
-        if self._lingering and not self._blocked:
+        if self._lingering and not self.is_blocked:
             self.channel.end_output()  # what we leave unread must not reset the connection before they are read
 
     def _has_output(self) -> bool:
@@ -491,7 +495,7 @@ class Connection:
         """Tells the loop what this connection waits for, if that has changed."""
         interest = 0 if self.channel.reader.paused and not self._lingering else READABLE
         # write interest stays while more follows at once: it would be wanted back in the next turn
-        self._waits_writable = self._blocked or (self._waits_writable and self._has_output())
+        self._waits_writable = self.is_blocked or (self._waits_writable and self._has_output())
         if self._waits_writable:
             interest |= WRITABLE
         if interest != self._interest:

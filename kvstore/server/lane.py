@@ -11,52 +11,34 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore.limits import IDLE_WAIT_NS
 from kvstore.telemetry.metrics import Verb
+from kvstore.transport.exchange import AnswerExchange, answer_exchange
 from kvstore.types.checksum import crc32c
 from kvstore.wire.frames import Frame
 from kvstore.wire.header import HEADER_BYTES
-from kvstore.wire.plain import (
-    CRC_AT,
-    GET_START,
-    PLAIN_GETS,
-    PlainGet,
-    data_body,
-    data_head,
-)
+from kvstore.wire.plain import CRC_AT, GET_START, PLAIN_GETS, data_head, record_head
 
 if TYPE_CHECKING:
     from kvstore.server.connection import Connection, Plane
 
 _GET: Final = int(Verb.GET)
-
-
-class _Form:
-    """One kind of GET, and what was judged of the last one: the next is most often the same but for id, key and CRC."""
-
-    __slots__ = ("before_crc", "before_key", "behind_key", "body", "kind", "lane", "namespace", "sizes", "unpack_from")
-
-    def __init__(self, kind: PlainGet, view: memoryview, lane: ReadLane) -> None:
-        self.lane = lane
-        self.kind = kind
-        self.unpack_from = kind.unpack_from
-        self.before_crc = view[:CRC_AT]
-        self.body = view[HEADER_BYTES : kind.frame_bytes]
-        self.sizes = self.before_key = self.behind_key = b""
-        self.namespace = b""
-
-    def judge(self, sizes: bytes, before_key: bytes, behind_key: bytes) -> bool:
-        """Whether a frame with these parts is for the lane."""
-        namespace = self.kind.namespace_of(sizes, before_key, behind_key)
-        if namespace is None or not self.lane.may_see(namespace):
-            return False
-        self.sizes, self.before_key, self.behind_key = sizes, before_key, behind_key
-        self.namespace = namespace
-        return True
+_KINDS: Final = {kind.frame_bytes: kind for kind in PLAIN_GETS}
 
 
 class ReadLane:
     """Receives for a connection on which final DATA was agreed on."""
 
-    __slots__ = ("_connection", "_flow", "_forms", "_metrics", "_plane", "_reader", "_receive", "_send", "_session")
+    __slots__ = (
+        "_connection",
+        "_exchange",
+        "_flow",
+        "_metrics",
+        "_namespaces",
+        "_plane",
+        "_reader",
+        "_session",
+        "_view",
+        "_writer",
+    )
 
     def __init__(self, connection: Connection, plane: Plane) -> None:
         channel = connection.channel
@@ -66,9 +48,10 @@ class ReadLane:
         self._metrics = connection.metrics
         self._flow = connection.flow
         self._reader = channel.reader
-        self._receive = channel.connected.recv_into
-        self._send = channel.connected.sendmsg
-        self._forms: dict[int, _Form] = {}
+        self._writer = channel.writer
+        self._exchange: AnswerExchange | None = None  # from the first request on: most connections never read
+        self._view = memoryview(b"")
+        self._namespaces: dict[int, bytes] = {}  # that GETs of these lengths ask, which the exchange knows
 
     def receive(self) -> list[Frame] | None:
         """Receives once: the frames that have arrived, as `TcpNodeChannel.on_readable`, or None: all is done.
@@ -78,21 +61,27 @@ class ReadLane:
         """
         view = self._reader.between_frames()
         connection = self._connection
-        if view is None or not connection.can_answer_at_once:
+        if view is None or connection.in_turn or connection.is_blocked or self._writer.pending_bytes:
             return connection.channel.on_readable()
+        exchange = self._exchange
+        if exchange is None:
+            self._view = view
+            self._exchange = exchange = answer_exchange(connection.channel.connected, view)
         try:
-            count = self._receive(view)
+            got = exchange.receive()
         except OSError as error:
             connection.channel.took_none(error)
             return []
-        if not count:
+        if isinstance(got, tuple):
+            count, request_id, key = got
+            if self._answer(self._namespaces[count], request_id, key):
+                return None
+            return self._reader.advance(count)
+        if not got:
             return connection.channel.on_readable()  # which says what the end of the stream means
-        forms = self._forms
-        if count in forms and self._answer(forms[count], view):
+        if got in _KINDS and self._judge(got):
             return None
-        if not forms:
-            forms.update({kind.frame_bytes: _Form(kind, view, self) for kind in PLAIN_GETS})
-        return self._reader.advance(count)
+        return self._reader.advance(got)
 
     def may_see(self, namespace: bytes) -> bool:
         """Whether the namespace is there for the connection's tenant; a namespace stays its tenant's for ever."""
@@ -102,39 +91,45 @@ class ReadLane:
         known = engine.namespace(namespace) if engine is not None else None
         return known is not None and grant.may_see(known.tenant)
 
-    def _answer(self, form: _Form, view: memoryview) -> bool:
-        """Answers the GET in `view`; False, and nothing has happened, when it is not for here."""
-        start, request_id, sizes, crc, before_key, key, behind_key = form.unpack_from(view)
+    def _judge(self, count: int) -> bool:
+        """Judges what was received; answers it, and learns what it looks like, when it is a GET for the lane."""
+        view = self._view
+        kind = _KINDS[count]
+        start, request_id, sizes, crc, before_key, key, behind_key = kind.unpack_from(view)
+        if start != GET_START or crc32c(view[HEADER_BYTES:count], crc32c(view[:CRC_AT], 0)) != crc:
+            return False
+        namespace = kind.namespace_of(sizes, before_key, behind_key)
+        if namespace is None or not self.may_see(namespace):
+            return False
+        assert self._exchange is not None, "judged before it was received"
+        self._exchange.learn(count)
+        self._namespaces[count] = namespace
+        return self._answer(namespace, request_id, key)
+
+    def _answer(self, namespace: bytes, request_id: int, key: bytes) -> bool:
+        """Answers a GET; False, and nothing has happened, when it is not for here."""
         plane = self._plane
         engine = plane.quick_engine
-        if (
-            start != GET_START
-            or engine is None
-            or crc32c(form.body, crc32c(form.before_crc, 0)) != crc
-            or not (
-                (before_key == form.before_key and behind_key == form.behind_key and sizes == form.sizes)
-                or form.judge(sizes, before_key, behind_key)
-            )
-            or not self._session.begin_plain(request_id)
-        ):
+        if engine is None or not self._session.begin_plain(request_id):
             return False
         now_ns = plane.now_ns
-        record = engine.look_cached(form.namespace, key, now_ns=now_ns)
+        record = engine.look_cached(namespace, key, now_ns=now_ns)
         if record is None:
             return False
         payload = record.view
-        payload_bytes = len(payload)
-        reply = record.reply
-        if not reply:
-            record.reply = reply = data_body(record.facts)
-        head = data_head(reply, request_id, payload_bytes=payload_bytes, epoch=plane.epoch)
+        head = record.reply
+        if not head:
+            record.reply = head = record_head(record.facts)
         connection = self._connection
+        assert self._exchange is not None, "answered before it was received"
         try:
-            count = self._send((head, payload))
+            count = self._exchange.answer(head, payload, request_id, plane.epoch)
         except OSError as error:
             count = connection.channel.took_none(error)
+        payload_bytes = len(payload)
         if count != len(head) + payload_bytes:
             record.hold()
+            head = data_head(head, request_id, plane.epoch)
             connection.send_rest(head, payload, sent_bytes=count, on_sent=record.release)
         connection.due_ns = now_ns + IDLE_WAIT_NS
         metrics = self._metrics

@@ -26,7 +26,11 @@ GET_MIDDLE: Final = b"\xc4\x20"  # one key of 32 bytes
 assert DIGEST_BYTES == 0x20
 
 _KEY_AT: Final = len(GET_FRONT) + DIGEST_BYTES + len(GET_MIDDLE)
+GET_KEY_AT: Final = HEADER_BYTES + _KEY_AT
+"""Of the key in a GET frame of one record."""
+
 _before_crc: Final = struct.Struct("<4sIIIQI").pack
+_sizes: Final = struct.Struct("<8xII").unpack_from
 _u32: Final = struct.Struct("<I").pack
 
 
@@ -105,15 +109,21 @@ class RecordFacts(Protocol):
     def content_id(self) -> bytes: ...
 
 
-def data_body(facts: RecordFacts) -> bytes:
-    """The body of the DATA frame that answers a GET of this one record; good for as long as the record is."""
+def record_head(facts: RecordFacts) -> bytes:
+    """Header and body of the final DATA frame that answers a GET of this one record, but for what `data_head` sets.
+
+    Good for as long as the record is.
+    """
     length = facts.record_bytes
-    return encode_slices([Slice(0, 0, length, 0, True, facts.content_id, length, facts.block_bytes, facts.crcs)])
+    body = encode_slices([Slice(0, 0, length, 0, True, facts.content_id, length, facts.block_bytes, facts.crcs)])
+    return _before_crc(DATA_START, 0, len(body), length, 0, DATA_FLAGS) + bytes(4) + body
 
 
-def data_head(body: bytes, request_id: int, *, payload_bytes: int, epoch: int) -> bytes:
-    """Header and `data_body` of a final DATA frame."""
-    head = _before_crc(DATA_START, request_id, len(body), payload_bytes, epoch, DATA_FLAGS)
+def data_head(record: bytes, request_id: int, epoch: int) -> bytes:
+    """Header and body for one answer: request id, epoch and CRC are set in what `record_head` made."""
+    body_bytes, payload_bytes = _sizes(record)
+    body = record[HEADER_BYTES:]
+    head = _before_crc(DATA_START, request_id, body_bytes, payload_bytes, epoch, DATA_FLAGS)
     return head + _u32(crc32c(body, crc32c(head, 0))) + body
 
 
@@ -125,9 +135,10 @@ class PlainData:
         unpack_from: start, request id, sizes, epoch, flags, CRC, then of the slice: what stands before its content id,
             the content id, what stands behind it, its CRC table.
         sizes, before, rest: as they must be.
+        example: a head, but for what differs from one to the other.
     """
 
-    __slots__ = ("before", "head_bytes", "rest", "sizes", "unpack_from")
+    __slots__ = ("before", "example", "head_bytes", "rest", "sizes", "unpack_from")
 
     def __init__(self, record_bytes: int, block_bytes: int) -> None:
         words = -(-record_bytes // block_bytes)
@@ -143,6 +154,13 @@ class PlainData:
         self.sizes = struct.pack("<II", len(body), record_bytes)
         self.before = body[:20]
         self.rest = body[36:DESCRIPTOR_BYTES]
+        self.example = _before_crc(DATA_START, 0, len(body), record_bytes, 0, DATA_FLAGS) + bytes(4) + body
+
+    def head(self, content_id: bytes, table: bytes, request_id: int, epoch: int) -> bytes:
+        """Such a head."""
+        before, behind = HEADER_BYTES + 20, HEADER_BYTES + 36
+        record = self.example[:before] + content_id + self.example[behind : HEADER_BYTES + DESCRIPTOR_BYTES] + table
+        return data_head(record, request_id, epoch)
 
 
 @lru_cache(maxsize=64)

@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.errors import Closed, InvalidRequest
 from kvstore.limits import DIGEST_BYTES
+from kvstore.transport import exchange
 from kvstore.types.checksum import crc32c, crc_table
 from kvstore.types.results import MissReason
 from kvstore.wire import messages as m
@@ -23,8 +24,15 @@ SIZES = [50_000, 65_536, 100_000, 300_000]  # one checksum block, one full one, 
 BLOCK = 65_536
 
 
+@pytest.fixture(params=["compiled", "in Python"], autouse=True)
+def exchanges(request, monkeypatch) -> None:
+    """Both halves of `kvstore.transport.exchange`."""
+    assert exchange.IS_COMPILED, exchange.HOW
+    monkeypatch.setattr(exchange, "IS_COMPILED", request.param == "compiled")
+
+
 @pytest.fixture
-def client(node):
+def client(node, exchanges):
     node.is_brief = True
     with KVClient.connect(node.address, deadline=20) as made:
         yield made

@@ -16,13 +16,14 @@ from kvstore.limits import REQUEST_NS_MAX, MiB
 from kvstore.server import dataplane
 from kvstore.telemetry.metrics import Verb
 from kvstore.testing.plane_lab import LabClient, PlaneLab
+from kvstore.transport import exchange
 from kvstore.types.checksum import crc_table
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import MissReason
 from kvstore.wire.header import FrameType, encode_head
 from kvstore.wire.messages import Feature, Get, Unpin
-from kvstore.wire.plain import PLAIN_GETS, data_body, data_head
+from kvstore.wire.plain import PLAIN_GETS, data_head, record_head
 from kvstore.wire.slices import FLAG_FINAL, Slice, encode_slices
 
 NAMESPACE = Namespace(
@@ -34,6 +35,13 @@ SECOND = 1_000_000_000
 
 def key_of(number: int) -> bytes:
     return bytes([number + 1]) * 32
+
+
+@pytest.fixture(params=["compiled", "in Python"], autouse=True)
+def exchanges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both halves of `kvstore.transport.exchange`."""
+    assert exchange.IS_COMPILED, exchange.HOW
+    monkeypatch.setattr(exchange, "IS_COMPILED", request.param == "compiled")
 
 
 @pytest.fixture
@@ -118,7 +126,7 @@ def test_the_answer_has_the_bytes_of_the_general_one(lab: PlaneLab, engine: Driv
         length = facts.record_bytes
         one = Slice(0, 0, length, 0, True, facts.content_id, length, facts.block_bytes, facts.crcs)
         assert facts.crcs == crc_table(record.view, facts.block_bytes)
-        assert data_head(data_body(facts), 9, payload_bytes=length, epoch=7) == encode_head(
+        assert data_head(record_head(facts), 9, 7) == encode_head(
             FrameType.DATA, 9, encode_slices([one]), payload_bytes=length, epoch=7, flags=1 | FLAG_FINAL
         )
 

@@ -1,0 +1,458 @@
+/*
+ * kvstore.transport._exchange: the two ends of a read of one record, each a call or two; see kvstore/transport/exchange.py, which
+ * holds the same in Python and says what is returned.
+ *
+ *   ReadExchange    the client's: send(handle, id, epoch, key), receive(handle, id, view);
+ *   AnswerExchange  the node's: receive(), learn(count), answer(body, payload, id, epoch).
+ *
+ * What keeps this sound:
+ *   - nothing is decoded: a frame is compared with the one that is expected, byte for byte but for the fields that may
+ *     differ, and its checksum is computed over the very bytes that were received, before any of them is used;
+ *   - heads are received into memory that is the call's own, so threads may share a ReadExchange;
+ *   - the caller's memory is held through the buffer protocol while the kernel writes to it without the GIL;
+ *   - descriptors stay the caller's: a connection is closed by nobody but who has taken it.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the wire's words are little endian"
+#endif
+
+#define KV_ID_AT 4          /* of the request id, docs/protocol.md "Header" */
+#define KV_SIZES_AT 8
+#define KV_EPOCH_AT 16
+#define KV_FLAGS_AT 24
+#define KV_CRC_AT 28
+#define KV_HEADER 32
+#define KV_BEFORE_ID 20     /* of a slice, before its content id */
+#define KV_ID 16
+#define KV_SLICE 48
+#define KV_KEY 32
+#define KV_HEAD_MAX 4096    /* header, slice and CRC table of one record */
+#define KV_FORMS 2          /* kinds of GET that a node compares with */
+
+static uint32_t crc_words[256];
+
+static void crc_prepare(void)
+{
+    for (uint32_t at = 0; at < 256; at++) {
+        uint32_t crc = at;
+        for (int bit = 0; bit < 8; bit++)
+            crc = crc & 1 ? (crc >> 1) ^ 0x82F63B78u : crc >> 1; /* Castagnoli, RFC 3720 appendix B.4 */
+        crc_words[at] = crc;
+    }
+}
+
+static uint32_t crc_by_table(uint32_t crc, const unsigned char *data, size_t length)
+{
+    while (length--)
+        crc = crc_words[(crc ^ *data++) & 255] ^ (crc >> 8);
+    return crc;
+}
+
+#if defined(__x86_64__)
+__attribute__((target("sse4.2"))) static uint32_t crc_by_cpu(uint32_t crc, const unsigned char *data, size_t length)
+{
+    uint64_t wide = crc;
+    for (; length >= 8; data += 8, length -= 8) {
+        uint64_t word;
+        memcpy(&word, data, 8);
+        wide = __builtin_ia32_crc32di(wide, word);
+    }
+    crc = (uint32_t)wide;
+    while (length--)
+        crc = __builtin_ia32_crc32qi(crc, *data++);
+    return crc;
+}
+#endif
+
+static uint32_t (*crc_step)(uint32_t, const unsigned char *, size_t) = crc_by_table;
+
+/* Of a head: all of the header before its CRC, then the body. */
+static uint32_t head_crc(const unsigned char *head, size_t length)
+{
+    return ~crc_step(crc_step(~0u, head, KV_CRC_AT), head + KV_HEADER, length - KV_HEADER);
+}
+
+static uint32_t u32_at(const unsigned char *data)
+{
+    uint32_t word;
+    memcpy(&word, data, 4);
+    return word;
+}
+
+static PyObject *os_error(void)
+{
+    return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+/* --- the client's end ------------------------------------------------------------------------------------------- */
+typedef struct {
+    PyObject_HEAD
+    PyObject *frame, *head; /* bytes; NULL before __init__ */
+    Py_ssize_t frame_bytes, key_at, head_bytes, record_bytes;
+} Read;
+
+static int read_init(Read *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"frame", "head", "key_at", "record_bytes", NULL};
+    PyObject *frame, *head;
+    Py_ssize_t key_at, record_bytes;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$SSnn", names, &frame, &head, &key_at, &record_bytes))
+        return -1;
+    if (PyBytes_GET_SIZE(frame) > KV_HEAD_MAX || key_at < KV_HEADER || key_at > PyBytes_GET_SIZE(frame) - KV_KEY ||
+        PyBytes_GET_SIZE(head) > KV_HEAD_MAX || PyBytes_GET_SIZE(head) <= KV_HEADER + KV_SLICE || record_bytes < 1) {
+        PyErr_SetString(PyExc_ValueError, "no frames of one record");
+        return -1;
+    }
+    Py_INCREF(frame);
+    Py_INCREF(head);
+    Py_XSETREF(self->frame, frame);
+    Py_XSETREF(self->head, head);
+    self->frame_bytes = PyBytes_GET_SIZE(frame);
+    self->key_at = key_at;
+    self->head_bytes = PyBytes_GET_SIZE(head);
+    self->record_bytes = record_bytes;
+    return 0;
+}
+
+static void read_dealloc(Read *self)
+{
+    Py_XDECREF(self->frame);
+    Py_XDECREF(self->head);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static int counts_args(Py_ssize_t count, Py_ssize_t wanted)
+{
+    if (count == wanted)
+        return 1;
+    PyErr_Format(PyExc_TypeError, "%zd arguments instead of %zd", count, wanted);
+    return 0;
+}
+
+static PyObject *read_send(Read *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (!counts_args(count, 4))
+        return NULL;
+    long handle = PyLong_AsLong(args[0]);
+    unsigned long id = PyLong_AsUnsignedLong(args[1]);
+    unsigned long long epoch = PyLong_AsUnsignedLongLong(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (!self->frame || !PyBytes_Check(args[3]) || PyBytes_GET_SIZE(args[3]) != KV_KEY) {
+        PyErr_SetString(PyExc_ValueError, "a key has 32 bytes");
+        return NULL;
+    }
+    unsigned char frame[KV_HEAD_MAX];
+    uint32_t id_word = (uint32_t)id, crc;
+    memcpy(frame, PyBytes_AS_STRING(self->frame), self->frame_bytes);
+    memcpy(frame + KV_ID_AT, &id_word, 4);
+    memcpy(frame + KV_EPOCH_AT, &epoch, 8);
+    memcpy(frame + self->key_at, PyBytes_AS_STRING(args[3]), KV_KEY);
+    crc = head_crc(frame, self->frame_bytes);
+    memcpy(frame + KV_CRC_AT, &crc, 4);
+    ssize_t sent;
+    do {
+        Py_BEGIN_ALLOW_THREADS
+        sent = send((int)handle, frame, self->frame_bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
+        Py_END_ALLOW_THREADS
+    } while (sent < 0 && errno == EINTR && !PyErr_CheckSignals());
+    if (sent < 0)
+        return PyErr_Occurred() ? NULL : os_error();
+    return PyBool_FromLong(sent == self->frame_bytes);
+}
+
+/* What has come, as far as it came: for who knows every frame. */
+static PyObject *as_received(const unsigned char *head, size_t head_bytes, const Py_buffer *view, size_t count)
+{
+    PyObject *all = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)count);
+    if (all) {
+        char *to = PyBytes_AS_STRING(all);
+        memcpy(to, head, count < head_bytes ? count : head_bytes);
+        if (count > head_bytes)
+            memcpy(to + head_bytes, view->buf, count - head_bytes);
+    }
+    return all;
+}
+
+static PyObject *read_receive(Read *self, PyObject *const *args, Py_ssize_t argument_count)
+{
+    if (!counts_args(argument_count, 3))
+        return NULL;
+    long handle = PyLong_AsLong(args[0]);
+    unsigned long id = PyLong_AsUnsignedLong(args[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (!self->frame) {
+        PyErr_SetString(PyExc_ValueError, "it was not made");
+        return NULL;
+    }
+    Py_buffer view;
+    if (PyObject_GetBuffer(args[2], &view, PyBUF_WRITABLE) < 0)
+        return NULL;
+    PyObject *result = NULL;
+    size_t head_bytes = (size_t)self->head_bytes;
+    if (view.len != self->record_bytes) {
+        PyErr_SetString(PyExc_ValueError, "memory of another length than the record");
+        goto done;
+    }
+    unsigned char head[KV_HEAD_MAX];
+    struct iovec parts[2] = {{head, head_bytes}, {view.buf, (size_t)view.len}};
+    struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
+    ssize_t count;
+    do {
+        Py_BEGIN_ALLOW_THREADS
+        count = recvmsg((int)handle, &message, 0);
+        if (count >= (ssize_t)head_bytes && count < (ssize_t)head_bytes + view.len) {
+            /* the rest is here most often, too; waiting for it is for who minds the deadline */
+            size_t come = (size_t)count - head_bytes;
+            ssize_t more = recv((int)handle, (char *)view.buf + come, (size_t)view.len - come, MSG_DONTWAIT);
+            if (more > 0)
+                count += more;
+        }
+        Py_END_ALLOW_THREADS
+    } while (count < 0 && errno == EINTR && !PyErr_CheckSignals());
+    if (count < 0) {
+        if (!PyErr_Occurred())
+            os_error();
+        goto done;
+    }
+    const unsigned char *expected = (unsigned char *)PyBytes_AS_STRING(self->head);
+    uint32_t id_word = (uint32_t)id;
+    const size_t after = KV_HEADER + KV_BEFORE_ID + KV_ID, table = KV_HEADER + KV_SLICE;
+    if (count < (ssize_t)head_bytes || memcmp(head, expected, KV_ID_AT) || memcmp(head + KV_ID_AT, &id_word, 4) ||
+        memcmp(head + KV_SIZES_AT, expected + KV_SIZES_AT, KV_EPOCH_AT - KV_SIZES_AT) ||
+        memcmp(head + KV_FLAGS_AT, expected + KV_FLAGS_AT, KV_CRC_AT - KV_FLAGS_AT) ||
+        memcmp(head + KV_HEADER, expected + KV_HEADER, KV_BEFORE_ID) ||
+        memcmp(head + after, expected + after, table - after)) {
+        result = as_received(head, head_bytes, &view, (size_t)count);
+        goto done;
+    }
+    if (head_crc(head, head_bytes) != u32_at(head + KV_CRC_AT)) {
+        result = Py_NewRef(Py_None);
+        goto done;
+    }
+    unsigned long long epoch;
+    memcpy(&epoch, head + KV_EPOCH_AT, 8);
+    result = Py_BuildValue("nKy#y#", (Py_ssize_t)count - self->head_bytes, epoch,
+                           (char *)head + KV_HEADER + KV_BEFORE_ID, (Py_ssize_t)KV_ID, (char *)head + table,
+                           (Py_ssize_t)(head_bytes - table));
+done:
+    PyBuffer_Release(&view);
+    return result;
+}
+
+static PyMethodDef read_methods[] = {
+    {"send", (PyCFunction)(void (*)(void))read_send, METH_FASTCALL, "See exchange.ReadExchange."},
+    {"receive", (PyCFunction)(void (*)(void))read_receive, METH_FASTCALL, "See exchange.ReadExchange."},
+    {NULL},
+};
+
+static PyTypeObject read_type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "kvstore.transport._exchange.ReadExchange",
+    .tp_basicsize = sizeof(Read),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)read_init,
+    .tp_dealloc = (destructor)read_dealloc,
+    .tp_methods = read_methods,
+};
+
+/* --- the node's end --------------------------------------------------------------------------------------------- */
+struct form {
+    Py_ssize_t frame_bytes; /* 0: none */
+    unsigned char frame[256];
+};
+
+typedef struct {
+    PyObject_HEAD
+    int handle, form_next, has_view;
+    Py_ssize_t key_at;
+    Py_buffer view;
+    struct form forms[KV_FORMS];
+} Answer;
+
+static int answer_init(Answer *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"handle", "view", "key_at", NULL};
+    PyObject *view;
+    int handle;
+    Py_ssize_t key_at;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$iOn", names, &handle, &view, &key_at))
+        return -1;
+    if (self->has_view || key_at < KV_HEADER || key_at > (Py_ssize_t)sizeof self->forms[0].frame - KV_KEY) {
+        PyErr_SetString(PyExc_ValueError, "no place for the key of a GET");
+        return -1;
+    }
+    if (PyObject_GetBuffer(view, &self->view, PyBUF_WRITABLE) < 0)
+        return -1;
+    self->has_view = 1;
+    self->handle = handle;
+    self->key_at = key_at;
+    return 0;
+}
+
+static void answer_dealloc(Answer *self)
+{
+    if (self->has_view)
+        PyBuffer_Release(&self->view);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static int is_made(Answer *self)
+{
+    if (!self->has_view)
+        PyErr_SetString(PyExc_ValueError, "it was not made");
+    return self->has_view;
+}
+
+static PyObject *answer_receive(Answer *self, PyObject *Py_UNUSED(none))
+{
+    if (!is_made(self))
+        return NULL;
+    unsigned char *frame = self->view.buf;
+    ssize_t count;
+    do {
+        /* it does not wait: to let go of the GIL would cost more than the copy of a request */
+        count = recv(self->handle, frame, (size_t)self->view.len, MSG_DONTWAIT);
+    } while (count < 0 && errno == EINTR && !PyErr_CheckSignals());
+    if (count < 0)
+        return PyErr_Occurred() ? NULL : os_error();
+    Py_ssize_t key_at = self->key_at, behind = key_at + KV_KEY;
+    for (const struct form *form = self->forms; form < self->forms + KV_FORMS; form++)
+        if (count == form->frame_bytes && count && !memcmp(frame, form->frame, KV_ID_AT) &&
+            !memcmp(frame + KV_SIZES_AT, form->frame + KV_SIZES_AT, KV_CRC_AT - KV_SIZES_AT) &&
+            !memcmp(frame + KV_HEADER, form->frame + KV_HEADER, (size_t)(key_at - KV_HEADER)) &&
+            !memcmp(frame + behind, form->frame + behind, (size_t)(count - behind)) &&
+            head_crc(frame, (size_t)count) == u32_at(frame + KV_CRC_AT))
+            return Py_BuildValue("nky#", (Py_ssize_t)count, (unsigned long)u32_at(frame + KV_ID_AT),
+                                 (char *)frame + key_at, (Py_ssize_t)KV_KEY);
+    return PyLong_FromSsize_t(count);
+}
+
+static PyObject *answer_learn(Answer *self, PyObject *argument)
+{
+    Py_ssize_t count = PyLong_AsSsize_t(argument);
+    if (PyErr_Occurred() || !is_made(self))
+        return NULL;
+    if (count < self->key_at + KV_KEY || count > self->view.len || count > (Py_ssize_t)sizeof self->forms[0].frame) {
+        PyErr_SetString(PyExc_ValueError, "no GET of one record has this length");
+        return NULL;
+    }
+    struct form *form = &self->forms[self->form_next];
+    for (int at = 0; at < KV_FORMS; at++)
+        if (self->forms[at].frame_bytes == count)
+            form = &self->forms[at];
+    if (form == &self->forms[self->form_next])
+        self->form_next = (self->form_next + 1) % KV_FORMS;
+    form->frame_bytes = count;
+    memcpy(form->frame, self->view.buf, (size_t)count);
+    Py_RETURN_NONE;
+}
+
+static PyObject *answer_answer(Answer *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (!counts_args(count, 4) || !is_made(self))
+        return NULL;
+    unsigned long id = PyLong_AsUnsignedLong(args[2]);
+    unsigned long long epoch = PyLong_AsUnsignedLongLong(args[3]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (!PyBytes_Check(args[0]) || PyBytes_GET_SIZE(args[0]) < KV_HEADER ||
+        PyBytes_GET_SIZE(args[0]) > KV_HEADER + KV_HEAD_MAX) {
+        PyErr_SetString(PyExc_ValueError, "no head of an answer");
+        return NULL;
+    }
+    Py_buffer payload;
+    if (PyObject_GetBuffer(args[1], &payload, PyBUF_SIMPLE) < 0)
+        return NULL;
+    unsigned char head[KV_HEADER + KV_HEAD_MAX];
+    size_t head_bytes = (size_t)PyBytes_GET_SIZE(args[0]);
+    uint32_t id_word = (uint32_t)id, crc;
+    memcpy(head, PyBytes_AS_STRING(args[0]), head_bytes);
+    memcpy(head + KV_ID_AT, &id_word, 4);
+    memcpy(head + KV_EPOCH_AT, &epoch, 8);
+    crc = head_crc(head, head_bytes);
+    memcpy(head + KV_CRC_AT, &crc, 4);
+    struct iovec parts[2] = {{head, head_bytes}, {payload.buf, (size_t)payload.len}};
+    struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
+    ssize_t sent;
+    int handle = self->handle;
+    do {
+        Py_BEGIN_ALLOW_THREADS
+        sent = sendmsg(handle, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        Py_END_ALLOW_THREADS
+    } while (sent < 0 && errno == EINTR && !PyErr_CheckSignals());
+    PyBuffer_Release(&payload);
+    if (sent < 0)
+        return PyErr_Occurred() ? NULL : os_error();
+    return PyLong_FromSsize_t(sent);
+}
+
+static PyMethodDef answer_methods[] = {
+    {"receive", (PyCFunction)answer_receive, METH_NOARGS, "See exchange.AnswerExchange."},
+    {"learn", (PyCFunction)answer_learn, METH_O, "See exchange.AnswerExchange."},
+    {"answer", (PyCFunction)(void (*)(void))answer_answer, METH_FASTCALL, "See exchange.AnswerExchange."},
+    {NULL},
+};
+
+static PyTypeObject answer_type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "kvstore.transport._exchange.AnswerExchange",
+    .tp_basicsize = sizeof(Answer),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)answer_init,
+    .tp_dealloc = (destructor)answer_dealloc,
+    .tp_methods = answer_methods,
+};
+
+/* Both ways to a checksum, so that a test can compare them on a machine that uses one of them. */
+static PyObject *checksums(PyObject *Py_UNUSED(module), PyObject *data)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(data, &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    uint32_t used = ~crc_step(~0u, view.buf, (size_t)view.len);
+    uint32_t by_table = ~crc_by_table(~0u, view.buf, (size_t)view.len);
+    PyBuffer_Release(&view);
+    return Py_BuildValue("kk", (unsigned long)used, (unsigned long)by_table);
+}
+
+static PyMethodDef functions[] = {
+    {"checksums", checksums, METH_O, "The CRC32C of a buffer, as it is computed here and by table."},
+    {NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_exchange",
+    .m_doc = "The two ends of a read of one record; see kvstore.transport.exchange.",
+    .m_size = -1,
+    .m_methods = functions,
+};
+
+PyMODINIT_FUNC PyInit__exchange(void)
+{
+    crc_prepare();
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("sse4.2"))
+        crc_step = crc_by_cpu;
+#endif
+    PyObject *made = PyModule_Create(&module);
+    if (!made || PyModule_AddType(made, &read_type) < 0 || PyModule_AddType(made, &answer_type) < 0 ||
+        PyModule_AddIntConstant(made, "HEAD_BYTES_MAX", KV_HEAD_MAX) < 0) {
+        Py_XDECREF(made);
+        return NULL;
+    }
+    return made;
+}

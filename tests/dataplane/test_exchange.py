@@ -1,0 +1,157 @@
+"""The two ends of a single read, compiled and in Python, in every pairing: the same frames, the same judgement."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from kvstore.transport import _exchange, exchange
+from kvstore.types.checksum import crc32c, crc_table
+from kvstore.wire.header import FrameType, encode_head
+from kvstore.wire.messages import Get
+from kvstore.wire.plain import PLAIN_GETS, record_head
+from kvstore.wire.slices import FLAG_FINAL, Slice, encode_slices
+
+SIZE, BLOCK, NS, DEADLINE_NS = 70_000, 4096, b"n" * 32, 30_000_000_000
+PAYLOAD = os.urandom(SIZE)
+KEYS = [os.urandom(32) for _ in range(3)]
+
+
+@dataclass(frozen=True)
+class Facts:
+    record_bytes: int = SIZE
+    block_bytes: int = BLOCK
+    crcs: bytes = crc_table(PAYLOAD, BLOCK)
+    content_id: bytes = b"c" * 16
+
+
+class Ends:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, client: bool, node: bool) -> None:
+        self.near, self.far = socket.socketpair()
+        self.far.setblocking(False)
+        monkeypatch.setattr(exchange, "IS_COMPILED", client)
+        self.handle = exchange.handle_of(self.near)
+        self.client = exchange.read_exchange(NS, DEADLINE_NS, record_bytes=SIZE, block_bytes=BLOCK)
+        monkeypatch.setattr(exchange, "IS_COMPILED", node)
+        self.view = memoryview(bytearray(8192))
+        self.node = exchange.answer_exchange(self.far, self.view)
+
+    def ask(self, key: bytes, request_id: int, epoch: int = 3) -> tuple[int, int, bytes] | int:
+        assert self.client.send(self.handle, request_id, epoch, key)
+        return self.node.receive()
+
+
+@pytest.fixture(params=[(a, b) for a in (True, False) for b in (True, False)], ids=str)
+def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    made = Ends(monkeypatch, *request.param)
+    yield made
+    made.near.close()
+    made.far.close()
+
+
+def test_a_request_is_known_once_it_was_learned(ends: Ends) -> None:
+    size = PLAIN_GETS[1].frame_bytes
+    assert ends.ask(KEYS[0], 7) == size
+    body = Get(namespace=NS, keys=KEYS[0], deadline_ns=DEADLINE_NS).encode()
+    assert ends.view[:size] == encode_head(FrameType.GET, 7, body, epoch=3)
+    ends.node.learn(size)
+    for request_id, key in zip((8, 0xFFFF_FFFF, 1), KEYS, strict=True):
+        assert ends.ask(key, request_id) == (size, request_id, key)
+    assert ends.ask(KEYS[0], 9, epoch=4) == size, "another view is for somebody else to judge"
+    frame = bytes(ends.view[:size])
+    ends.node.learn(size)
+    for at in range(size):
+        ends.near.sendall(frame[:at] + bytes([frame[at] ^ 8]) + frame[at + 1 :])
+        assert ends.node.receive() == size, at
+    ends.near.sendall(frame + b"!")
+    assert ends.node.receive() == size + 1
+    ends.near.sendall(frame[:-1])
+    assert ends.node.receive() == size - 1
+    with pytest.raises(BlockingIOError):
+        ends.node.receive()
+    ends.near.shutdown(socket.SHUT_WR)
+    assert ends.node.receive() == 0
+
+
+def test_an_answer_is_taken_whole_or_handed_back_as_it_came(ends: Ends) -> None:
+    head, memory = record_head(Facts()), bytearray(SIZE)
+    assert ends.node.answer(head, memoryview(PAYLOAD), 5, 9) == len(head) + SIZE
+    found = ends.client.receive(ends.handle, 5, memoryview(memory))
+    assert isinstance(found, tuple)
+    assert found[1:] == (9, Facts.content_id, Facts.crcs)
+    received = found[0]
+    while received < SIZE:  # a pair of sockets may pass it in pieces
+        received += ends.near.recv_into(memoryview(memory)[received:])
+    assert memory == PAYLOAD
+
+    facts = Facts()
+    one = Slice(0, 0, SIZE, 0, True, facts.content_id, SIZE, BLOCK, facts.crcs)
+    sent = encode_head(FrameType.DATA, 5, encode_slices([one]), payload_bytes=SIZE, epoch=9, flags=1 | FLAG_FINAL)
+    for at in range(len(sent)):
+        changed = sent[:at] + bytes([sent[at] ^ 8]) + sent[at + 1 :]
+        ends.far.sendall(changed + b"12345")
+        answer = ends.client.receive(ends.handle, 5, memoryview(memory))
+        is_field = not (16 <= at < 24 or 28 <= at < 32 or 52 <= at < 68 or at >= 80)
+        assert answer == (changed + b"12345" if is_field else None), at
+    for length in (1, 31, 32, len(sent) - 1):
+        ends.far.sendall(sent[:length])
+        assert ends.client.receive(ends.handle, 5, memoryview(memory)) == sent[:length]
+    ends.far.shutdown(socket.SHUT_WR)
+    assert ends.client.receive(ends.handle, 5, memoryview(memory)) == b""
+
+
+def test_sockets_that_take_nothing_give_nothing_or_are_gone(ends: Ends) -> None:
+    ends.near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 1000))
+    with pytest.raises(BlockingIOError):
+        ends.client.receive(ends.handle, 1, memoryview(bytearray(SIZE)))
+    big = memoryview(bytearray(4 << 20))
+    assert 0 < ends.node.answer(record_head(Facts()), big, 1, 0) < len(big)
+    with pytest.raises(BlockingIOError):
+        [ends.node.answer(record_head(Facts()), big, 1, 0) for _ in range(1000)]
+    ends.far.close()
+    with pytest.raises(OSError):
+        ends.client.send(ends.handle, 1, 0, KEYS[0])
+
+
+def test_the_compiled_part_refuses_what_it_has_no_room_for() -> None:
+    head, frame, view = record_head(Facts()), bytes(200), memoryview(bytearray(4096))
+    for bad in (
+        {"frame": frame, "head": head[:80], "key_at": 67, "record_bytes": 1},
+        {"frame": frame, "head": bytes(5000), "key_at": 67, "record_bytes": 1},
+        {"frame": bytes(90), "head": head, "key_at": 67, "record_bytes": 1},
+        {"frame": frame, "head": head, "key_at": 8, "record_bytes": 1},
+        {"frame": frame, "head": head, "key_at": 67, "record_bytes": 0},
+    ):
+        with pytest.raises(ValueError, match="frames of one record"):
+            _exchange.ReadExchange(**bad)
+    made = _exchange.ReadExchange(frame=frame, head=head, key_at=67, record_bytes=8)
+    with pytest.raises(ValueError, match="another length"):
+        made.receive(0, 1, memoryview(bytearray(9)))
+    with pytest.raises(ValueError, match="32 bytes"):
+        made.send(0, 1, 2, b"short")
+    with pytest.raises(BufferError):
+        made.receive(0, 1, memoryview(bytes(8)))
+    node = _exchange.AnswerExchange(handle=0, view=view, key_at=67)
+    for length in (-1, 10, 98, 300, 9000):
+        with pytest.raises(ValueError, match="no GET"):
+            node.learn(length)
+    with pytest.raises(ValueError, match="no head"):
+        node.answer(b"", view, 1, 1)
+    reading = _exchange.ReadExchange.__new__(_exchange.ReadExchange)
+    with pytest.raises(ValueError, match="not made"):
+        reading.receive(0, 1, view)
+    with pytest.raises(ValueError):
+        reading.send(0, 1, 1, KEYS[0])
+    with pytest.raises(ValueError, match="not made"):
+        _exchange.AnswerExchange.__new__(_exchange.AnswerExchange).receive()
+
+
+def test_both_ways_to_a_checksum() -> None:
+    for length in (*range(40), 4096, 65_537):
+        data = os.urandom(length)
+        assert _exchange.checksums(data) == (crc32c(data), crc32c(data))
