@@ -196,6 +196,16 @@ PULL_BATCH_RECORDS: Final = 64  # asked of a source at once
 PULL_FAILURES_MAX: Final = 6  # of a source in a row: 6 s with their pauses; then what it was named for is given up
 PULL_BACKOFF_NS_MIN: Final = 200 * MS_NS
 PULL_BACKOFF_NS_MAX: Final = 30 * SECOND_NS
+PULL_WINDOW_BYTES: Final = 8 * MiB  # of one batch that are on their way at a time; one longer record goes alone
+PULL_SOURCES_MAX: Final = 4  # batches under way, each from another source
+PULL_GET_NS: Final = 60 * SECOND_NS  # for one window
+PULL_BURST_BYTES: Final = 8 * MiB  # of the byte budget
+PULL_BYTES_SECOND_DEFAULT: Final = 64 * MiB
+PEERS_MAX: Final = 64  # connections of one worker to others
+PEER_LOOKUPS_MAX: Final = 4  # host names of others that are looked up at a time, each in a thread
+PEER_CONNECT_NS: Final = 2 * SECOND_NS  # TCP connect and HELLO
+PEER_CALL_NS: Final = 10 * SECOND_NS  # silence of another worker in the middle of a call
+PEER_IDLE_NS: Final = 30 * SECOND_NS
 PREVIOUS_PLACEMENTS_MAX: Final = 4  # each is one more place where a lookup may have to ask
 PREVIOUS_KEEP_NS_DEFAULT: Final = 3600 * SECOND_NS
 PREVIOUS_KEEP_NS_MAX: Final = 7 * 24 * 3600 * SECOND_NS
@@ -320,6 +330,7 @@ assert FRAME_AIM_BYTES <= FRAME_PAYLOAD_BYTES_MAX
 assert PARCEL_BYTES_MAX <= FRAME_PAYLOAD_BYTES_MAX, "a parcel is a frame"
 assert INTEGRATION_STAGING_BYTES >= PAYLOAD_BYTES_MAX, "an integration stages at least one chunk"
 assert PAYLOAD_BYTES_MAX <= SEGMENT_BYTES_MAX
+assert PULL_BATCH_RECORDS <= HEADS_ITEMS_MAX
 assert LOG_SHARE_COMMITS + LOG_SHARE_MANIFESTS + LOG_SHARE_TOMBSTONES + LOG_SHARE_BATCH <= 1
 assert CHECKSUM_BYTES_MIN % PAGE_BYTES == 0
 assert HELLO_BODY_BYTES_MAX > TOKEN_BYTES_MAX + NODE_ID_BYTES_MAX

@@ -28,6 +28,7 @@ from kvstore.limits import (
     LEASE_TTL_NS_MIN,
     MS_NS,
     NODE_ID_BYTES_MAX,
+    PULL_BYTES_SECOND_DEFAULT,
     QUEUE_DEPTH_DEFAULT,
     QUEUE_DEPTH_MAX,
     SCRUB_BYTES_SECOND_DEFAULT,
@@ -171,6 +172,9 @@ class NodeSettings(BaseSettings):
     )
     drive_endurance: Size = Field(0, description="bytes a day that each drive is rated for; 0 is not set")
     scrub_rate: Size = Field(SCRUB_BYTES_SECOND_DEFAULT, description="bytes a second verified per drive; 0 is off")
+    repair_rate: Size = Field(
+        PULL_BYTES_SECOND_DEFAULT, description="bytes a second that a worker copies from other nodes; 0 is off"
+    )
     drain_timeout: Duration = Field(
         SHUTDOWN_NS_DEFAULT, le=SHUTDOWN_NS_MAX, description="how long calls in progress may take at the end"
     )

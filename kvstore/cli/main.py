@@ -107,6 +107,9 @@ def serve(
     segment_bytes: Annotated[str | None, typer.Option(help="Segment of a new drive; 0 is by capacity. [0]")] = None,
     write_amplification_max: Annotated[str | None, typer.Option(help="Bound of re-insertion. [1.3]")] = None,
     drive_endurance: Annotated[str | None, typer.Option(help="Bytes a day a drive is rated for, such as 2TiB.")] = None,
+    repair_rate: Annotated[
+        str | None, typer.Option(help="Bytes a second that a worker copies from other nodes; 0 is off. [64MiB]")
+    ] = None,
     scrub_rate: Annotated[str | None, typer.Option(help="Bytes a second to verify; 0 is off. [2MiB]")] = None,
     drain_timeout: Annotated[str | None, typer.Option(help="Time for calls in progress at the end. [20s]")] = None,
     tenants: Annotated[str | None, typer.Option(help="File with tenants and tokens; none is an open node.")] = None,

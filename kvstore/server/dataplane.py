@@ -206,6 +206,8 @@ class DataPlane:
     def close(self) -> None:
         """Closes every connection."""
         self.stop()
+        if self.copier is not None:
+            self.copier.close()
         for connection in list(self._connections):
             connection.close()
 
@@ -238,6 +240,8 @@ class DataPlane:
         due_ns = min(self._timer_ns, self._sweep_ns if self._connections or self._full else _NEVER_NS)
         if self._gathering:
             due_ns = min(due_ns, self._gathering[0][0])
+        if self.copier is not None:
+            due_ns = min(due_ns, self.copier.due_ns)
         return None if due_ns == _NEVER_NS else max(0, due_ns - self.clock())
 
     def woke(self) -> None:
@@ -249,6 +253,9 @@ class DataPlane:
         engine = self._engine
         while self._gathering and self._gathering[0][0] <= self.now_ns:
             self._gathering.popleft()[1]()
+        copier = self.copier
+        if copier is not None and copier.due_ns <= self.now_ns:
+            copier.poll(self.now_ns)
         if engine is not None and (self._engine_is_due or self._timer_ns <= self.now_ns):
             self._engine_is_due = False
             self._timer_is_stale = True

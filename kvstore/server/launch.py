@@ -58,6 +58,7 @@ class WorkerLaunch:
         write_amplification_max: bound of re-insertion.
         endurance_bytes_day: what each drive is rated for; 0 is not set.
         scrub_bytes_second: background verification for each drive; 0 is off.
+        repair_bytes_second: copies from other nodes; 0 is off.
         is_member: of a cluster: puts and deletes are refused but for the time that `hold_writes` gives.
         has_tenants: nobody is admitted before the supervisor has sent the tenants (`tenants_set`).
         cluster_id: of the node, in hex; drives of another one are refused, zeros take any.
@@ -83,6 +84,7 @@ class WorkerLaunch:
     write_amplification_max: float
     endurance_bytes_day: int
     scrub_bytes_second: int
+    repair_bytes_second: int
     drain_ns: int
     has_tenants: bool
     drives_of_node: int

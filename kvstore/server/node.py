@@ -344,6 +344,7 @@ def divide_workers(settings: NodeSettings, node_id: str) -> list[WorkerLaunch]:
             write_amplification_max=settings.write_amplification_max,
             endurance_bytes_day=settings.drive_endurance,
             scrub_bytes_second=settings.scrub_rate,
+            repair_bytes_second=settings.repair_rate,
             drain_ns=settings.drain_timeout,
             is_member=bool(settings.cluster),
             has_tenants=bool(settings.tenants),

@@ -199,11 +199,18 @@ class Worker:
             for drive in drives:
                 self._started.registry.add(drive.engine.metrics)
                 self._started.registry.add(drive.engine.device_metrics)
-            self._plane.serve(joined(drives))
+            engine = joined(drives)
+            self._plane.serve(engine)
             if self._launch.is_member:
-                self._plane.copier = Copier(drives)
+                self._plane.copier = copier = Copier(
+                    drives,
+                    engine,
+                    self._plane,
+                    client_id=self._started.boot_id,
+                    bytes_second=self._launch.repair_bytes_second,
+                )
                 if self._view is not None:
-                    self._plane.copier.set_view(self._view)
+                    copier.set_view(self._view)
             listening = [listen_tcp(host, self._launch.data_port) for host in self._launch.hosts]
             self._started.data = [self._reported(one) for one in listening]
             if self._launch.local_socket:

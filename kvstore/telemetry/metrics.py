@@ -60,6 +60,18 @@ class DeniedKind(IntEnum):
     FOREIGN_NAMESPACE = 4
 
 
+class PullEnd(IntEnum):
+    """How a record ended that another node was said to have: `DataplaneMetrics.pulls`."""
+
+    PULLED = 0
+    HELD = 1
+    ABSENT = 2
+    DELETED = 3
+    REFUSED = 4
+    FAILED = 5
+    GIVEN_UP = 6
+
+
 class DeviceFault(IntEnum):
     """Kinds of `DeviceMetrics.errors`."""
 
@@ -119,6 +131,7 @@ _REFUSALS: Final = _by_code(RefusedReason)
 _VERBS: Final = [verb.name.lower() for verb in Verb]
 _PIN_AGES: Final = [age.name.lower() for age in PinAge]
 _DENIALS: Final = [kind.name.lower() for kind in DeniedKind]
+_PULLS: Final = [end.name.lower() for end in PullEnd]
 _FAULTS: Final = [fault.name.lower() for fault in DeviceFault]
 
 
@@ -252,6 +265,11 @@ class DataplaneMetrics:
     sent_bytes: list[int] = counter_by("kvstore_sent_bytes", "Payload sent", label="flow", values=_FLOWS)
     errors: list[int] = counter_by("kvstore_errors", "Calls answered with an error", label="kind", values=_ERRORS)
     denied: list[int] = counter_by("kvstore_denied", "What tokens did not allow", label="kind", values=_DENIALS)
+    pulls: list[int] = counter_by(
+        "kvstore_pull_records", "Records to be copied from other nodes, by how that ended", label="end", values=_PULLS
+    )
+    pulled_bytes: int = counter("kvstore_pull_bytes", "Payload received from other nodes for copies")
+    pull_queue: int = gauge("kvstore_pull_queue", "Records that wait to be copied to this node")
     protocol_errors: int = counter("kvstore_protocol_errors", "Malformed, oversized or unknown frames")
     deadlines: int = counter("kvstore_deadlines_exceeded", "Calls that ended at their deadline")
     cancelled: int = counter("kvstore_calls_cancelled", "Calls that their client cancelled or left")

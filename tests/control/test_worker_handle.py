@@ -40,6 +40,7 @@ LAUNCH = WorkerLaunch(
     write_amplification_max=1.3,
     endurance_bytes_day=0,
     scrub_bytes_second=0,
+    repair_bytes_second=0,
     drain_ns=SECOND_NS,
     has_tenants=False,
     drives_of_node=1,

@@ -45,7 +45,9 @@ class Node:
         )
         self.engine = DriveEngine.open(folder, settings, now_ns=time.monotonic_ns())
         self.lab = PlaneLab(self.engine)
-        self.copier = self.lab.plane.copier = Copier([OneDrive("here", self.engine)])
+        self.copier = self.lab.plane.copier = Copier(
+            [OneDrive("here", self.engine)], self.engine, self.lab.plane, client_id=b"H" * 16, bytes_second=0
+        )
         self.copier.set_view(view_of("here", "there"))
 
     def client(self) -> LabClient:

@@ -78,6 +78,7 @@ class WorkerProcess:
             "write_amplification_max": 1.3,
             "endurance_bytes_day": 0,
             "scrub_bytes_second": 0,
+            "repair_bytes_second": 0,
             "drain_ns": 5 * SECOND_NS,
             "has_tenants": False,
             "drives_of_node": 1,
