@@ -161,6 +161,9 @@ PINNED_SHARE_CLIENT: Final = 0.25
 PINNED_SHARE_TARGET: Final = 0.50
 PINS_MAX: Final = 65_536
 PINS_PER_KEY_MAX: Final = 65_535
+GROUP_BYTES: Final = 16  # the name of those who look up together
+MATCH_GROUP_NS: Final = 10 * SECOND_NS  # how long those who ask together may be apart
+MATCH_GROUPS_BYTES_MAX: Final = 16 * MiB
 HISTORY_ENTRIES_MAX: Final = 16_384
 CACHE_GHOSTS_MAX: Final = 65_536
 HEADERS_BYTES_MAX: Final = 32 * MiB  # record headers remembered for range reads
@@ -290,7 +293,9 @@ BREAKER_FAILURES_MAX: Final = 3
 BREAKER_SILENCE_NS: Final = 1 * SECOND_NS  # a call that heard nothing for so long counts against its target
 BREAKER_OPEN_NS_MIN: Final = 100 * MS_NS
 BREAKER_OPEN_NS_MAX: Final = 1 * SECOND_NS
-BREAKER_PROBE_NS: Final = 250 * MS_NS  # for the HELLO of a target that was silent; a live one answers within a millisecond
+BREAKER_PROBE_NS: Final = (
+    250 * MS_NS
+)  # for the HELLO of a target that was silent; a live one answers within a millisecond
 PLACE_SILENCE_NS: Final = 1 * SECOND_NS  # a place that says nothing for so long is given up for the next one
 COPY_SILENCE_NS: Final = 2 * SECOND_NS  # a place that answers nothing to the offer of a copy: the put has the others
 PLANS_PER_CALL_MAX: Final = 2  # a call is planned once more when the view has changed under it

@@ -35,6 +35,7 @@ from kvstore.server.admission import Admission, agreed_version, guarded, own_cli
 from kvstore.server.clients import Client, Clients
 from kvstore.server.connection import Connection
 from kvstore.server.copier import Copier
+from kvstore.server.groups import GroupAnswers
 from kvstore.server.loop import READABLE, Loop
 from kvstore.server.place_calls import drop_regions, start_get_into, start_offer_from
 from kvstore.server.puts import start_offer
@@ -137,6 +138,7 @@ class DataPlane:
         self._timer_is_stale = True  # a read that is answered from memory sets no timer, all else may
         self._connections: set[Connection] = set()
         self._clients = Clients()
+        self._groups = GroupAnswers()
         self._turns: deque[Connection] = deque()
         self._listeners: list[socket.socket] = []
         self._full: set[socket.socket] = set()  # listeners that are not listened to until the next sweep
@@ -400,7 +402,7 @@ class DataPlane:
             self._engine_is_due = True
 
     def _match(self, connection: Connection, frame: Frame) -> None:
-        lookups.match(connection, frame.body, self._serving(connection), self.now_ns)
+        lookups.match(connection, frame.body, self._serving(connection), self.now_ns, self._groups)
         self._timer_is_stale = True  # a pin runs out some time
 
     def _unpin(self, connection: Connection, frame: Frame) -> None:

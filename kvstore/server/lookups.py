@@ -8,6 +8,7 @@ from kvstore.engine.api import Engine, NamespaceRef
 from kvstore.errors import UnknownNamespace
 from kvstore.limits import DIGEST_BYTES, REQUEST_NS_MAX
 from kvstore.server.call import Answer
+from kvstore.server.groups import GroupAnswers, all_absent
 from kvstore.telemetry.metrics import Verb
 from kvstore.types.results import MissReason
 from kvstore.wire.messages import (
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _ABSENT = bytes([MissReason.ABSENT])
 
 
-def match(connection: Connection, body: bytes | bytearray, engine: Engine, now_ns: int) -> None:
+def match(connection: Connection, body: bytes | bytearray, engine: Engine, now_ns: int, groups: GroupAnswers) -> None:
     """MATCH. Lookups are what the hit rate counts (case 60)."""
     request = Match.decode(body)
     metrics = connection.metrics
@@ -38,8 +39,12 @@ def match(connection: Connection, body: bytes | bytearray, engine: Engine, now_n
     if namespace is None and connection.is_admin:
         # people asking through gRPC are told which it is; to a client both are a miss
         raise UnknownNamespace(f"namespace {request.namespace.hex()} is not known here")
-    if namespace is None:
-        reply = MatchReply(statuses=_ABSENT * count, pin_id=0, pinned=False, hit_bytes=0, load_ns=0)
+    client_id = connection.client.id if connection.client else b""
+    if request.group:
+        tenant = connection.grant.tenant if connection.grant else ""
+        outcome = groups.match(engine, namespace, request, tenant=tenant, client_id=client_id, now_ns=now_ns)
+    elif namespace is None:
+        outcome = all_absent(count)
     else:
         outcome = engine.match(
             namespace,
@@ -47,15 +52,15 @@ def match(connection: Connection, body: bytes | bytearray, engine: Engine, now_n
             now_ns=now_ns,
             touch=request.touch,
             pin_ttl_ns=request.pin_ttl_ns,
-            client_id=connection.client.id if connection.client else b"",
+            client_id=client_id,
         )
-        reply = MatchReply(
-            statuses=outcome.statuses,
-            pin_id=outcome.pin_id,
-            pinned=outcome.pinned,
-            hit_bytes=outcome.hit_bytes,
-            load_ns=outcome.load_ns,
-        )
+    reply = MatchReply(
+        statuses=outcome.statuses,
+        pin_id=outcome.pin_id,
+        pinned=outcome.pinned,
+        hit_bytes=outcome.hit_bytes,
+        load_ns=outcome.load_ns,
+    )
     if request.count:
         metrics.lookups += 1
         metrics.lookup_keys += count

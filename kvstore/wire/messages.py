@@ -21,6 +21,7 @@ from kvstore.limits import (
     ERROR_TEXT_BYTES_MAX,
     FRAME_BODY_BYTES_MAX,
     FRAME_PAYLOAD_BYTES_MAX,
+    GROUP_BYTES,
     MANIFEST_BYTES_MAX,
     NODE_ID_BYTES_MAX,
     PAYLOAD_BYTES_MAX,
@@ -204,7 +205,7 @@ class ViewReply(Message):
 
 
 # --- lookups --------------------------------------------------------------------------------------------------------
-@message(FrameType.MATCH)
+@message(FrameType.MATCH, optional_count=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match(Message):
     """Which keys are stored?
@@ -213,6 +214,7 @@ class Match(Message):
         touch: counts as use, which keeps the records from eviction.
         count: counts in the hit rate (case 60: lookups, not loads).
         pin_ttl_ns: 0 for no pin.
+        group: 16 bytes that those share who ask together and must be told the same; empty asks alone.
     """
 
     namespace: Digest
@@ -220,6 +222,7 @@ class Match(Message):
     touch: Flag = True
     count: Flag = True
     pin_ttl_ns: Annotated[int, Uint(PIN_TTL_NS_MAX)] = 0
+    group: Annotated[bytes, Blob(unit=GROUP_BYTES, count_max=1)] = b""
 
 
 @message(FrameType.MATCH_REPLY)
