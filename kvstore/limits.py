@@ -316,7 +316,9 @@ PAIR_BACKOFF_NS_MAX: Final = 5 * SECOND_NS
 PAIR_PROBE_BYTES: Final = 8 * KiB  # two packets of the largest path MTU
 RAIL_REQUESTS_MAX: Final = 16_384  # of all pairs of a worker: its completion queue must hold all of them if they fail
 COMPLETIONS_PER_TURN_MAX: Final = 1_024  # before the event loop turns to others
-REGIONS_PER_CLIENT_MAX: Final = 4_096
+PAIR_PROBE_NS_MAX: Final = 60 * SECOND_NS  # a probe ends by itself when its retries do
+PAIR_OFFER_BYTES_MAX: Final = 256  # what one end of a pair is described with
+RDMA_MOVING_BYTES_MAX: Final = 8 * MiB  # delivered to one connection and not in its place yet
 REGION_CACHE_BYTES_DEFAULT: Final = 64 * GiB
 RDMA_TRANSFER_BYTES_MAX: Final = 1 * GiB  # of one work request; max_msg_sz of RDMA devices is 1 GiB or more
 

@@ -162,8 +162,12 @@ class NodeSettings(BaseSettings):
     )
     node_id: str = Field("", description="name of the node; empty lets the first start choose one and keep it")
     transport: Literal["tcp", "shm", "auto", "rdma"] = Field(
-        "auto", description="how payload travels: auto also takes shared memory for clients on this host"
+        "auto", description="how payload travels: auto takes shared memory and RDMA where they can be had"
     )
+    rdma_port: str = Field(
+        "", description='RDMA port, such as mlx5_0:1; empty lets the rule choose (see "kvstore doctor")'
+    )
+    rdma_gid: str = Field("", description="GID of that port, its index or address; empty lets the rule choose")
     device: Literal["auto", "uring", "threads"] = Field("auto", description="how the drive is driven")
     queue_depth: int = Field(QUEUE_DEPTH_DEFAULT, ge=1, le=QUEUE_DEPTH_MAX, description="operations in flight a drive")
     segment_bytes: Size = Field(0, description="size of a segment of a new drive; 0 chooses by its capacity")
@@ -266,12 +270,7 @@ def _check_addresses(settings: NodeSettings) -> None:
         raise ValueError(f"grpc_port, data_port and metrics_port must differ, they are {ports}")
 
 
-def _check_unbuilt(settings: NodeSettings) -> None:
-    if settings.transport == "rdma":
-        raise ValueError("transport rdma is not in this build; use tcp or auto")
-
-
-_CHECKS: Final = (_check_drives, _check_memory, _check_addresses, _check_unbuilt)
+_CHECKS: Final = (_check_drives, _check_memory, _check_addresses)
 
 
 def memory_limit_bytes() -> int:

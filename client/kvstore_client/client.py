@@ -67,9 +67,9 @@ class KVClient:
             token_file: File that holds it instead, read now; only its owner should be able to.
             deadline: Seconds that a call may take when it names no deadline; None is 30 s.
             lazy: Do not connect now; the first call does. Until a node answers, everything is a miss.
-            transport: "auto" shares memory with nodes on this host, and speaks TCP with all others and where that is
-                not possible; "tcp" never shares; "shm" fails where it cannot. None is what `options` says, else
-                KVSTORE_CLIENT_TRANSPORT of the environment, else "tcp".
+            transport: "auto" shares memory with nodes on this host, uses RDMA with others, and speaks TCP where neither
+                is possible; "tcp" never does; "shm" and "rdma" fail where they cannot be had. None is what `options`
+                says, else KVSTORE_CLIENT_TRANSPORT of the environment, else "tcp".
             options: The rest; `flow`, `token` and `deadline` replace what it says of them where they are given.
 
         Raises:
@@ -111,7 +111,7 @@ class KVClient:
         from there, by the node itself. It is allocated at once, a forked child has the same memory, not a copy, and
         it must not be registered with a driver (see docs/decisions/shared-memory.md).
         """
-        if length_bytes > 0 and self.options.transport is not Transport.TCP:
+        if length_bytes > 0 and self.options.transport in (Transport.AUTO, Transport.SHM):
             session = self.session()
             until_ns = time.monotonic_ns() + min(self.options.deadline_ns, CONNECT_NS_MAX)
             if session.driver.run(is_on_this_host(session.core, until_ns)):
@@ -126,8 +126,9 @@ class KVClient:
         return self.session().core.memory
 
     def transports(self) -> Mapping[str, str]:
-        """For each target "shm", or "tcp" and why; as far as this process has connected to it."""
-        return {link.id: link.local.words() for link in self.session().core.links() if link.local.is_known}
+        """For each target "shm", "rdma" and the port, or "tcp" and why; as far as this process has connected to it."""
+        links = self.session().core.links()
+        return {link.id: link.words_of_way() for link in links if link.local.is_known}
 
     def stats(self) -> Mapping[str, int]:
         """The client's counters by name (see `kvstore_client.stats.Counters`), this process's only."""
@@ -147,6 +148,7 @@ class KVClient:
         if session is not None and not session.is_closed:
             session.is_closed = True
             session.driver.close()
+            session.core.rdma.close()
 
     def __enter__(self) -> Self:
         return self
@@ -165,6 +167,7 @@ class KVClient:
             if old.pid != session.pid and self._sessions.pop(old.pid, None) is not None:
                 for link in old.core.links():
                     link.disown()
+                old.core.rdma.disown()
         self._counters = session.core.counters
         return session
 

@@ -21,21 +21,26 @@ from kvstore.wire.failures import error_of
 from kvstore.wire.frames import Frame, FrameReader, FrameWriter
 from kvstore.wire.header import HEADER_BYTES, VERSION, FrameType, encode_head
 from kvstore.wire.messages import Cancel, ErrorReply, Feature, Hello, Welcome
+from kvstore.wire.pairs import Lost
 from kvstore.wire.schema import Message
 from kvstore.wire.session import ClientSession, State, Verdict
 from kvstore_client.dial import dial
 from kvstore_client.parties import Greeting, PayloadOwner
-from kvstore_client.shm_places import ConnectionRegions, learn_way, send_with_descriptor
-from kvstore_client.waiting import READ, WRITE, Quick, Steps, first_bytes, set_timeout
+from kvstore_client.rdma_places import join_rdma
+from kvstore_client.shm_places import ConnectionRegions, Reach, learn_way, send_with_descriptor
+from kvstore_client.waiting import (
+    READ,
+    WAIT_ALL_BYTES_MAX,
+    WAIT_ALL_BYTES_MIN,
+    WRITE,
+    Quick,
+    Steps,
+    fill,
+    first_bytes,
+    set_timeout,
+)
 
 __all__ = ["READ", "WRITE", "Connection", "Steps"]
-
-_WAIT_ALL_BYTES_MIN: Final = 128 * 1024
-"""From this much missing payload on, one waiting receive is cheaper than several early ones. Less is mostly there at
-once, and what follows it as well, which a waiting receive would leave for another one."""
-_WAIT_ALL_BYTES_MAX: Final = 256 * 1024
-"""At most so much payload is waited for at a time, so that it is checked while the CPU's cache has it: 0.03 s/GB for
-the checksums instead of 0.07 with 1 MiB at a time; receiving costs the same (2 MiB of L2 per core, busy machine)."""
 
 _FEATURES: Final = Feature.FINAL_DATA | Feature.DATA_CRCS
 _DRAINABLE: Final = frozenset({State.READ, State.ANSWER})
@@ -55,7 +60,7 @@ class Connection:
         has_heard: True once any byte of the answer to the current call has arrived.
         idle_since_ns: When the last call ended.
         welcome: What the node takes.
-        regions: What the node can reach of our memory; None over TCP.
+        regions: What the node can reach of our memory; None where payload goes by TCP.
         quick: Socket, receive and next request id, while it is open; None also if reads may not end with data.
         receive_timeout_ns: The kernel's timeout for receiving; 0 is none.
         waste: Memory for payload that nobody wants any more.
@@ -126,7 +131,7 @@ class Connection:
         self.is_abandoned = False
         self.has_heard = False
         self.welcome: Welcome | None = None
-        self.regions: ConnectionRegions | None = None
+        self.regions: Reach | None = None
         self.quick: Quick | None = None
 
     @property
@@ -345,8 +350,8 @@ class Connection:
         """Sets the kernel's timeout for receiving."""
         self.receive_timeout_ns = set_timeout(self._require_socket(), socket.SO_RCVTIMEO, wait_ns)
 
-    def belongs_to(self, owner: PayloadOwner) -> None:
-        """From now on `owner` takes the payload of the call in progress."""
+    def belongs_to(self, owner: PayloadOwner | None) -> None:
+        """From now on `owner` takes the payload of the call in progress; None when it is over."""
         self._owner = owner
 
     def ask(self, message: Message, answer: type[M]) -> Generator[int, None, M]:
@@ -418,6 +423,8 @@ class Connection:
             self._placed = None
             return self._reader.scratch_views(frame.payload_bytes)
         self._placed = frame
+        if self.regions is not None:
+            self.regions.framed()
         return self._owner.place(frame)
 
     def close(self) -> None:
@@ -458,12 +465,13 @@ class Connection:
             yield from self._greet()
         if self.regions is None:
             local.check(self.close)
+            self.regions = join_rdma(self, self._require_socket(), self._greeting.rdma)
 
     def _greet(self) -> Steps:
         hello = Hello(
             version_min=VERSION,
             version_max=VERSION,
-            features=_FEATURES | Feature.SHARED_MEMORY * self._greeting.local.is_wanted,
+            features=_FEATURES | self._greeting.features,
             client_id=self._greeting.client_id,
             boot_id=self._greeting.seen_boot_id(),
             token=self._greeting.token,
@@ -499,10 +507,10 @@ class Connection:
         if self.blocking:
             flags = 0
             wanted = reader.wanted_bytes
-            if wanted > _WAIT_ALL_BYTES_MAX:
+            if wanted > WAIT_ALL_BYTES_MAX:
                 flags = socket.MSG_WAITALL
-                buffers = first_bytes(buffers, _WAIT_ALL_BYTES_MAX)
-            elif wanted >= _WAIT_ALL_BYTES_MIN and reader.in_payload:
+                buffers = first_bytes(buffers, WAIT_ALL_BYTES_MAX)
+            elif wanted >= WAIT_ALL_BYTES_MIN and reader.in_payload:
                 flags = socket.MSG_WAITALL
                 if not reader.ends_call:
                     # a header follows; waiting for more than it could wait for ever
@@ -532,11 +540,7 @@ class Connection:
 
     def _read_again(self, buffers: Sequence[memoryview]) -> int:
         """Hands out what `give_back_bytes` was given, as if it came from the socket."""
-        count = 0
-        for view in buffers:
-            piece = self._unread[count : count + len(view)]
-            view[: len(piece)] = piece
-            count += len(piece)
+        count = fill(buffers, self._unread)
         self._unread = self._unread[count:]
         self.has_heard = True
         return count
@@ -555,6 +559,9 @@ class Connection:
                 self._refusal = error_of(reply.code, reply.text)
                 if reply.closing:
                     session.close()
+            elif frame.type is FrameType.LOST:
+                if self.regions is not None:
+                    self.regions.lost(Lost.decode(frame.body).status)
             else:
                 frames.append(frame)
         return frames

@@ -10,6 +10,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.limits import TARGETS_MAX, VIEW_RETRY_NS
 from kvstore_client.address import split_address
 from kvstore_client.options import ClientOptions
+from kvstore_client.rdma import RdmaPorts, RdmaWay
 from kvstore_client.retry import RetryBudget
 from kvstore_client.shm import SharedMemory
 from kvstore_client.shm_ways import LocalWay, Transport
@@ -28,6 +29,7 @@ class ClientCore:
     Attributes:
         addresses: Where the view can be asked for, as the caller gave them.
         memory: What nodes on this host can reach of this process.
+        rdma: Local ports by which other nodes reach memory of this process.
         pid: Of the process that owns the sockets.
         placement: The only worker's id, or where runs lie over several; None when nobody can be asked. One a view.
         newest_epoch: The highest that any node has named.
@@ -44,6 +46,7 @@ class ClientCore:
         self.pid = os.getpid()
         self.client_id = os.urandom(CLIENT_ID_BYTES)
         self.memory = SharedMemory()
+        self.rdma = RdmaPorts()
         self.budget = RetryBudget(time.monotonic_ns())
         self.view: View | None = None
         self.placement: Placement | TargetId | None = None
@@ -140,6 +143,7 @@ class ClientCore:
                     self._links.pop(target, None)
 
     def _add_link(self, target: TargetId, addresses: tuple[str, ...]) -> TargetLink:
+        wish = Transport.TCP if target.startswith(_ASK) else self.options.transport
         link = TargetLink(
             target,
             addresses,
@@ -147,6 +151,9 @@ class ClientCore:
             options=self.options,
             counters=self.counters,
             on_epoch=self.saw_epoch,
-            local=LocalWay(Transport.TCP if target.startswith(_ASK) else self.options.transport, self.memory),
+            local=LocalWay(wish, self.memory),
+            rdma=RdmaWay(
+                self.rdma, is_wanted=wish in (Transport.AUTO, Transport.RDMA), is_required=wish is Transport.RDMA
+            ),
         )
         return self._links.setdefault(target, link)

@@ -111,6 +111,11 @@ class IncomingRecord:
             return None
         return views[0][self._base_bytes : self._base_bytes + self._room_bytes]
 
+    @property
+    def pieces(self) -> list[memoryview]:
+        """Where a whole record goes, in order, if nothing else is in between."""
+        return [] if self._spans is not None else self._region.cut(self._base_bytes, self._room_bytes)
+
     def land(self, piece: Slice, waste: memoryview) -> list[memoryview]:
         """Where the bytes of `piece` must be received, in order; memory of the caller only where it asked for them.
 

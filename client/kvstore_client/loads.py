@@ -225,9 +225,9 @@ class LoadJob(Job):
         regions = connection.regions
         assert regions is not None
         self._asked = asked = [self.records[at] for at in places.items]
-        request = get_into(self._request(places.items), places.blob)
         has_ended = False
         try:
+            request = get_into(self._request(places.items), places.blob)
             yield from connection.start(request, owner=self)
             yield from self._receive(connection)
             has_ended = True

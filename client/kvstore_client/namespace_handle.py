@@ -22,6 +22,7 @@ from kvstore_client.options import DURABILITIES, WAITS, choice, deadline_after, 
 from kvstore_client.pins import PinHold
 from kvstore_client.planner import Keys, all_record_keys, as_chain
 from kvstore_client.ranges import Ranges
+from kvstore_client.rdma_places import goes_by_rdma
 from kvstore_client.read_shape import ReadShape, incoming_records, shape_of
 from kvstore_client.regions import Item, refuse_repeated
 from kvstore_client.shm_places import lies_in_shared_memory
@@ -152,6 +153,11 @@ class BoundNamespace(NamespaceKeys):
 
         return Match(session.core, answer, self.layout, give_back)
 
+    def _is_placed(self, buffers: Sequence[Item]) -> bool:
+        """Whether the node itself puts records into such memory, as far as a glance tells."""
+        core = self._client.session().core
+        return lies_in_shared_memory(core.memory, buffers) or goes_by_rdma(core.rdma, buffers)
+
     def get_into(
         self,
         keys: Keys,
@@ -195,7 +201,7 @@ class BoundNamespace(NamespaceKeys):
                 outside the record, unknown shards or parts. Nothing was sent then.
         """
         quick: Begun | int = 0
-        is_placed = self._may_share and lies_in_shared_memory(self._client.memory, buffers)
+        is_placed = self._may_share and self._is_placed(buffers)
         if (
             ranges is None
             and layers is None

@@ -34,7 +34,8 @@ class ClientOptions:
     deadline_ns: Of calls that name none.
     connections_per_target: How many calls of this process may talk to one target at a time.
     idle_ns: A connection that was not used for so long is closed.
-    transport: AUTO shares memory with nodes on this host, TCP never does, SHM fails where it cannot.
+    transport: AUTO shares memory with nodes on this host and uses RDMA with others, TCP does neither, SHM and RDMA fail
+        where they cannot be had.
     """
 
     flow: FlowClass = FlowClass.DECODE_READ

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvstore.wire.frames import Frame
-from kvstore.wire.messages import Welcome
+from kvstore.wire.messages import Feature, Welcome
+from kvstore_client.rdma import RdmaWay
 from kvstore_client.shm_ways import LocalWay
 
 
@@ -28,6 +29,11 @@ class Greeting(Protocol):
 
     view_epoch: int
     local: LocalWay
+    rdma: RdmaWay
+
+    @property
+    def features(self) -> Feature:
+        """What we want to agree on because of the ways that are allowed."""
 
     def seen_boot_id(self) -> bytes:
         """Boot id of the last WELCOME of this target, zeros if never."""

@@ -100,6 +100,7 @@ def perform(link: TargetLink, job: Job, connection: Connection) -> Steps:
         if not connection.is_open:
             yield from connection.open()
         yield from job.run(connection)
+        connection.belongs_to(None)  # the caller's memory is his again
     except KVStoreError as error:
         job.failure = error
         is_late = isinstance(error, DeadlineExceeded)

@@ -36,6 +36,10 @@ class PlacedRecord(Protocol):
     def memory(self) -> memoryview | None:
         """Its bytes in the caller's memory, if they lie in one piece."""
 
+    @property
+    def pieces(self) -> Sequence[memoryview]:
+        """Its bytes in the caller's memory, in order; none when something else lies in between."""
+
 
 class Places:
     """Where the records of one request are: those at `items` have `blob`'s places."""
@@ -48,8 +52,29 @@ class Places:
         self.blob = b""
 
 
+class Reach(Protocol):
+    """What the node on one connection can reach of our memory."""
+
+    def split(
+        self, connection: Connection, records: Sequence[PlacedRecord], chosen: Sequence[int]
+    ) -> Generator[int, None, tuple[Places, list[int]]]:
+        """Parts `chosen` into those that the request may name places for, and the rest. Give the places to `settle`."""
+
+    def settle(self, places: Places, records: Sequence[PlacedRecord], *, has_ended: bool) -> None:
+        """The request is over, as far as we wait; `has_ended` when its END has come."""
+
+    def release(self, places: Places, *, has_ended: bool) -> None:
+        """As `settle`, of a request whose places the node only reads from."""
+
+    def framed(self) -> None:
+        """Payload of the call in progress comes in a frame, though it has named places."""
+
+    def lost(self, status: int) -> None:
+        """LOST came."""
+
+
 class ConnectionRegions:
-    """What the node on one connection knows of our memory."""
+    """What the node on one connection knows of the memory that we share with it."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
@@ -95,6 +120,15 @@ class ConnectionRegions:
             status = record.status
             if status in (_DEADLINE, OPEN) or (status != HIT and not has_ended):
                 self._memory.detach(address_of(view), len(view))
+
+    def release(self, places: Places, *, has_ended: bool) -> None:
+        """See `Reach`; what the node stores is a copy that it has checked."""
+
+    def framed(self) -> None:
+        """See `Reach`: what the node may still write is taken back with its place."""
+
+    def lost(self, status: int) -> None:
+        """See `Reach`; not of shared memory."""
 
     def _find(self, view: memoryview) -> tuple[Allocation, int] | None:
         if view.readonly or not len(view) or len(view) % PAGE_BYTES:

@@ -24,6 +24,7 @@ class Transport(Enum):
     AUTO = "auto"
     TCP = "tcp"
     SHM = "shm"
+    RDMA = "rdma"
 
 
 TRANSPORT_VARIABLE: Final = "KVSTORE_CLIENT_TRANSPORT"
@@ -47,13 +48,13 @@ class LocalWay:
         self.transport = transport
         self.memory = memory
         self.path = ""
-        self.reason = "transport tcp is set" if transport is Transport.TCP else ""
-        self.is_known = transport is Transport.TCP
+        self.reason = "" if self.is_wanted else f"transport {transport.value} is set"
+        self.is_known = not self.is_wanted
 
     @property
     def is_wanted(self) -> bool:
         """Whether to ask a worker for its socket."""
-        return self.transport is not Transport.TCP
+        return self.transport in (Transport.AUTO, Transport.SHM)
 
     def learn(self, reply: LocalReply | None) -> None:
         """What a worker said of its socket; None: it has none."""

@@ -117,6 +117,11 @@ class OutgoingRecord:
         return views[0][self.base_bytes : self.base_bytes + self.length_bytes] if len(views) == 1 else None
 
     @property
+    def pieces(self) -> list[memoryview]:
+        """The record's bytes, in order."""
+        return self.cut(0, self.length_bytes)
+
+    @property
     def table_bytes(self) -> int:
         """Length of its CRC table."""
         return 4 * block_count(self.length_bytes, self.block_bytes)
@@ -234,13 +239,23 @@ class StoreJob(Job):
             raise
 
     def _exchange(self, connection: Connection, records: list[OutgoingRecord]) -> Steps:
+        regions = connection.regions
+        if regions is None:
+            yield from self._send_offer(connection, records, b"")
+            return
+        found, rest = yield from regions.split(connection, records, range(len(records)))
+        has_ended = False
+        try:
+            yield from self._send_offer(connection, records, b"" if rest else found.blob)
+            has_ended = True
+        finally:
+            regions.release(found, has_ended=has_ended)
+
+    def _send_offer(self, connection: Connection, records: list[OutgoingRecord], places: bytes) -> Steps:
+        """One offer, to its end; `places` says where its records lie, if the node shall fetch them there."""
         assert connection.welcome is not None
         self._asked = records
         total = sum(record.length_bytes for record in records)
-        places = b""
-        if connection.regions is not None:
-            found, rest = yield from connection.regions.split(connection, records, range(len(records)))
-            places = b"" if rest else found.blob
         inline = not places and total <= connection.welcome.inline_put_bytes_max
         self._sends_crcs = not inline and not places and Feature.DATA_CRCS in Feature(connection.welcome.features)
         request = self._request(records, inline=inline)

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from kvstore.cluster.view import TargetId
 from kvstore.errors import Unavailable
 from kvstore.types.flow import FlowClass
-from kvstore.wire.messages import ID_BYTES, Welcome
+from kvstore.wire.messages import ID_BYTES, Feature, Welcome
 from kvstore_client.connection import Connection
 from kvstore_client.options import ClientOptions
+from kvstore_client.rdma import RdmaWay
 from kvstore_client.retry import BreakerState, CircuitBreaker
 from kvstore_client.shm_ways import LocalWay
 from kvstore_client.stats import Counters
@@ -34,6 +35,7 @@ class TargetLink:
         breaker: Whether calls may try at all.
         view_epoch: Of the view that this link's calls are planned with; 0 when they need none.
         local: The way to it on the same host.
+        rdma: The way to it by RDMA.
         read_bytes_per_second: Moving average of large reads; 0.0 before the first.
         in_flight_bytes: Asked for by reads in progress, about.
         node_id: Who must answer at its addresses; "" is anybody.
@@ -57,6 +59,7 @@ class TargetLink:
         "in_flight_bytes",
         "local",
         "node_id",
+        "rdma",
         "read_bytes_per_second",
         "token",
         "view_epoch",
@@ -72,11 +75,13 @@ class TargetLink:
         counters: Counters,
         on_epoch: Callable[[int], None],
         local: LocalWay,
+        rdma: RdmaWay,
     ) -> None:
         self.id = target
         self.client_id = client_id
         self.token = options.token
         self.local = local
+        self.rdma = rdma
         self.view_epoch = 0
         self.boot_id = bytes(ID_BYTES)
         self.boot_count = 0
@@ -236,6 +241,18 @@ class TargetLink:
             rate = length_bytes * 1e9 / elapsed_ns
             known = self.read_bytes_per_second
             self.read_bytes_per_second = known + _RATE_WEIGHT * (rate - known) if known else rate
+
+    @property
+    def features(self) -> Feature:
+        """Greeting: what the ways need that the caller allows."""
+        shared = Feature.SHARED_MEMORY if self.local.is_wanted else Feature.NONE
+        return shared | (Feature.RDMA if self.rdma.is_wanted else Feature.NONE)
+
+    def words_of_way(self) -> str:
+        """How payload goes, for people: "shm", "rdma" with the port, or "tcp" and why."""
+        if not self.local.path and self.rdma.port is not None and not self.rdma.reason:
+            return f"rdma {self.rdma.port.name}"
+        return "; ".join(filter(None, (self.local.words(), self.rdma.reason)))
 
     def seen_boot_id(self) -> bytes:
         """Greeting: what the node was when last seen."""

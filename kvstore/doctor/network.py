@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvstore.device.host_files import whole_number
 from kvstore.doctor.finding import Finding, Fix, Status, words_of_bytes
-from kvstore.doctor.system import System, whole_number
+from kvstore.doctor.system import System
 from kvstore.doctor.tables import Filter, Qdisc, Rule, read_addresses, read_filters, read_qdiscs, read_rules
 from kvstore.limits import MiB
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvstore.device.host_files import whole_number
 from kvstore.doctor.finding import Finding, Fix, Status
 from kvstore.doctor.sockets import Dialled, Holder, dial_back, holder_of, try_listen
-from kvstore.doctor.system import System, whole_number
+from kvstore.doctor.system import System
 from kvstore.limits import MS_NS
 
 _EPHEMERAL: Final = "/proc/sys/net/ipv4/ip_local_port_range"

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import ipaddress
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvstore.doctor.finding import Finding, Fix, Status
-from kvstore.doctor.system import System, whole_number
+from kvstore.doctor.system import System
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.transport.rdma_choice import (
     ETHERNET,
     PATH_MTUS_BYTES,
-    GidEntry,
     RdmaPort,
     choose_port,
     describe_table,
     gid_text,
-    path_mtu_of_netdev,
 )
+from kvstore.transport.rdma_ports import read_ports
 
-RDMA_CLASS: Final = "/sys/class/infiniband"
 _JUMBO_MTU_BYTES: Final = 4200
 
 
@@ -43,73 +39,7 @@ class RdmaFacts:
 
 def read_rdma(system: System, *, transport: str, hosts: Sequence[str]) -> RdmaFacts:
     """Read the devices below /sys/class/infiniband (Documentation/ABI/stable/sysfs-class-infiniband)."""
-    ports = [
-        _read_port(system, device, int(number))
-        for device in system.names(RDMA_CLASS)
-        for number in system.names(f"{RDMA_CLASS}/{device}/ports")
-        if number.isdigit()
-    ]
-    return RdmaFacts(ports=tuple(ports), transport=transport, hosts=tuple(hosts))
-
-
-def _read_port(system: System, device: str, number: int) -> RdmaPort:
-    folder = f"{RDMA_CLASS}/{device}/ports/{number}"
-    link_layer = system.text(f"{folder}/link_layer") or ""
-    gids = tuple(_read_gids(system, folder))
-    return RdmaPort(
-        device=device,
-        port=number,
-        link_layer=link_layer,
-        state=_after_colon(system.text(f"{folder}/state")),  # "4: ACTIVE"
-        lid=whole_number(system.text(f"{folder}/lid"), base=16) or 0,  # "0x0"
-        rate_gbits=_rate(system.text(f"{folder}/rate")),  # "100 Gb/sec (4X EDR)"
-        mtu_bytes=_mtu(system, gids) if link_layer == ETHERNET else None,
-        gids=gids,
-    )
-
-
-def _read_gids(system: System, folder: str) -> list[GidEntry]:
-    entries: list[GidEntry] = []
-    for name in sorted((name for name in system.names(f"{folder}/gids") if name.isdigit()), key=int):
-        gid = _gid(system.text(f"{folder}/gids/{name}"))
-        if gid is None:
-            continue
-        netdev = system.text(f"{folder}/gid_attrs/ndevs/{name}") or ""
-        if netdev and netdev not in system.names("/sys/class/net"):
-            netdev = ""  # of another network namespace
-        entries.append(
-            GidEntry(
-                index=int(name),
-                gid=str(gid),
-                type=system.text(f"{folder}/gid_attrs/types/{name}") or "",
-                netdev=netdev,
-                netdev_is_up=system.text(f"/sys/class/net/{netdev}/operstate") != "down" if netdev else False,
-            )
-        )
-    return entries
-
-
-def _mtu(system: System, gids: Sequence[GidEntry]) -> int | None:
-    mtus = [whole_number(system.text(f"/sys/class/net/{entry.netdev}/mtu")) for entry in gids if entry.netdev]
-    return min((path_mtu_of_netdev(mtu) for mtu in mtus if mtu), default=None)
-
-
-def _gid(text: str | None) -> ipaddress.IPv6Address | None:
-    """None for an empty entry: all zeros, or not readable."""
-    try:
-        gid = ipaddress.IPv6Address(text or "::")
-    except ValueError:
-        return None
-    return gid if int(gid) else None
-
-
-def _after_colon(text: str | None) -> str:
-    return (text or "").partition(":")[2].strip() or "unknown"
-
-
-def _rate(text: str | None) -> float:
-    match = re.match(r"([0-9.]+)\s*Gb/sec", text or "")
-    return float(match[1]) if match else 0
+    return RdmaFacts(ports=read_ports(system), transport=transport, hosts=tuple(hosts))
 
 
 def check_rdma(facts: RdmaFacts) -> list[Finding]:
@@ -154,9 +84,13 @@ def check_port(port: RdmaPort, facts: RdmaFacts) -> Finding:
 
 def check_choice(facts: RdmaFacts) -> Finding:
     """Which port and GID the node takes, or why it stays with TCP."""
-    if facts.transport == "tcp":
+    if facts.transport in ("tcp", "shm"):
         return Finding(
-            check="rdma_choice", status=Status.OK, found="none", needed="none", reason="transport is tcp, as set"
+            check="rdma_choice",
+            status=Status.OK,
+            found="none",
+            needed="none",
+            reason=f"transport is {facts.transport}, as set",
         )
     needed = "a port in state ACTIVE with a routable RoCE v2 GID, or InfiniBand with a LID"
     try:

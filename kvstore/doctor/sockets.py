@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.doctor.system import System, whole_number
+from kvstore.device.host_files import whole_number
+from kvstore.doctor.system import System
 from kvstore.limits import DOCTOR_DIAL_NS_MAX, DOCTOR_REPLY_BYTES_MAX, SECOND_NS
 
 _LISTENING: Final = "0A"  # TCP_LISTEN in /proc/net/tcp

@@ -8,8 +8,9 @@ import stat
 from pathlib import Path
 from typing import Final
 
+from kvstore.device.host_files import whole_number
 from kvstore.doctor.storage import PlaceFacts
-from kvstore.doctor.system import System, whole_number
+from kvstore.doctor.system import System
 
 _BLOCK_UNIT_BYTES: Final = 512  # of st_blocks, stat(2)
 

@@ -12,10 +12,11 @@ from typing import Final
 
 from kvstore.device import syscalls
 from kvstore.device.file import DataFile
+from kvstore.device.host_files import whole_number
 from kvstore.device.uring_probe import BINDING_MISSING, DISABLED_SYSCTL, probe_uring
 from kvstore.doctor.storage import TrialFacts
 from kvstore.doctor.storage_reading import existing_place
-from kvstore.doctor.system import System, whole_number
+from kvstore.doctor.system import System
 from kvstore.errors import Unavailable
 from kvstore.limits import PAGE_BYTES
 

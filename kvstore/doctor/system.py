@@ -11,10 +11,10 @@ import resource
 import socket
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Protocol
 
-from kvstore.limits import DOCTOR_DUMP_BYTES_MAX, DOCTOR_DUMP_NS_MAX, DOCTOR_FILE_BYTES_MAX, SECOND_NS
+from kvstore.device.host_files import Files, HostFiles
+from kvstore.limits import DOCTOR_DUMP_BYTES_MAX, DOCTOR_DUMP_NS_MAX, SECOND_NS
 
 _TIME_ERROR: Final = 5  # adjtimex(2): the clock is not synchronised
 _TIMEX_BYTES: Final = 512  # more than struct timex of any architecture
@@ -42,14 +42,8 @@ class Message:
     body: bytes
 
 
-class System(Protocol):
+class System(Files, Protocol):
     """A machine to read from. Paths are absolute; what is not there or not readable is None or empty."""
-
-    def text(self, path: str) -> str | None:
-        """Content of a small file, stripped; None when it cannot be read (an empty GID entry answers EINVAL, too)."""
-
-    def names(self, path: str) -> tuple[str, ...]:
-        """Names in a folder, sorted; none when it is not there."""
 
     def real(self, path: str) -> str | None:
         """The path with all links followed; None when it is not there."""
@@ -67,24 +61,8 @@ class System(Protocol):
         """A table of the kernel by netlink(7), one message each; None when it is refused or not there."""
 
 
-class LinuxSystem:
+class LinuxSystem(HostFiles):
     """This machine, or a tree of files that stands for one (`root`)."""
-
-    def __init__(self, root: str = "/") -> None:
-        self._root = Path(root)
-
-    def text(self, path: str) -> str | None:
-        try:
-            with open(self._at(path), "rb") as file:
-                return file.read(DOCTOR_FILE_BYTES_MAX).decode("utf-8", "replace").strip()
-        except OSError:
-            return None
-
-    def names(self, path: str) -> tuple[str, ...]:
-        try:
-            return tuple(sorted(os.listdir(self._at(path))))
-        except OSError:
-            return ()
 
     def real(self, path: str) -> str | None:
         try:
@@ -115,17 +93,6 @@ class LinuxSystem:
                 return _collect(asking)
         except OSError:
             return None
-
-    def _at(self, path: str) -> Path:
-        return self._root / path.lstrip("/")
-
-
-def whole_number(text: str | None, *, base: int = 10) -> int | None:
-    """The number that a file of the kernel holds; None for none, or for what is no number."""
-    try:
-        return int(text or "", base)
-    except ValueError:
-        return None
 
 
 def _bounded(value: int) -> int | None:

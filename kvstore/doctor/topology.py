@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
 
+from kvstore.device.host_files import whole_number
 from kvstore.doctor.finding import Finding, Fix, Status
-from kvstore.doctor.rdma import RDMA_CLASS
-from kvstore.doctor.system import System, whole_number
+from kvstore.doctor.system import System
+from kvstore.transport.rdma_ports import RDMA_CLASS
 
 _PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _PCI: Final = "/sys/bus/pci/devices"

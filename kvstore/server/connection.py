@@ -25,15 +25,18 @@ from kvstore.limits import (
     READ_AHEAD_BYTES,
     SECOND_NS,
 )
+from kvstore.server import rdma_calls
+from kvstore.server.accepted import node_channel
 from kvstore.server.call import Call
 from kvstore.server.clients import Client
 from kvstore.server.lane import ReadLane
 from kvstore.server.loop import BROKEN, READABLE, WRITABLE, Loop
+from kvstore.server.rdma import RdmaService
 from kvstore.server.tenants import Grant, Scope
 from kvstore.telemetry.logs import RepeatLogger
 from kvstore.telemetry.metrics import DataplaneMetrics, error_index
 from kvstore.transport.base import PlaceChannel
-from kvstore.transport.shm_node import ShmNodeChannel, node_channel
+from kvstore.transport.shm_node import ShmNodeChannel
 from kvstore.transport.shm_regions import MappedMemory
 from kvstore.types.flow import FlowClass
 from kvstore.wire.body import MemoryBudget
@@ -60,6 +63,7 @@ class Plane(Protocol):
     clock: Callable[[], int]
     requests_memory: MemoryBudget
     shared_memory: MappedMemory
+    rdma: RdmaService | None
     quick_engine: Engine | None
     handlers: Mapping[FrameType, Callable[[Connection, Frame], None]]
 
@@ -137,6 +141,7 @@ class Connection:
             body_bytes_max=HELLO_BODY_BYTES_MAX,
             budget=None if is_admin else plane.requests_memory,  # people must get through when peers hold it all
             memory=None if is_admin else plane.shared_memory,
+            rdma=None if is_admin else plane.rdma,
         )
         self._held_bytes = 0  # of the requests' memory, for the call in progress
         self.session = ServerSession()
@@ -165,6 +170,11 @@ class Connection:
     def epoch(self) -> int:
         """Of the node's view."""
         return self._plane.epoch
+
+    @property
+    def rdma(self) -> RdmaService | None:
+        """Of the worker."""
+        return self._plane.rdma
 
     @property
     def now_ns(self) -> int:
@@ -459,6 +469,7 @@ class Connection:
         if Feature.SHARED_MEMORY in features and isinstance(self.channel, ShmNodeChannel):
             self.shares_memory = True
             self.placing = self.channel
+        rdma_calls.agree(self, features, self.rdma)
         self.client = client
         self.flow = flow
         self.channel.reader.allow_bodies(FRAME_BODY_BYTES_MAX)

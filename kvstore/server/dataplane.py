@@ -30,7 +30,7 @@ from kvstore.limits import (
     SWEEP_NS,
     WRITE_WAVE_NS,
 )
-from kvstore.server import copy_calls, lookups, shm_calls
+from kvstore.server import copy_calls, lookups, rdma_calls, shm_calls
 from kvstore.server.admission import Admission, agreed_version, guarded, own_client_id
 from kvstore.server.clients import Client, Clients
 from kvstore.server.connection import Connection
@@ -39,6 +39,7 @@ from kvstore.server.groups import GroupAnswers
 from kvstore.server.loop import READABLE, Loop
 from kvstore.server.place_calls import drop_regions, start_get_into, start_offer_from
 from kvstore.server.puts import start_offer
+from kvstore.server.rdma import RdmaService
 from kvstore.server.reads import start_get
 from kvstore.server.tenant_engine import TenantEngine
 from kvstore.server.tenants import Grant, Scope
@@ -96,6 +97,7 @@ class DataPlane:
         quick_engine: the engine while new requests are taken.
         requests_memory: what clients' requests take, all together.
         shared_memory: what clients share with us, all together.
+        rdma: the worker's, None where there is none; set before clients come.
         peer_token: what this node shows to the other nodes of its cluster; a secret, empty outside of one.
         is_draining: new puts are refused.
         copier: keeps copies in step with other nodes; None on a node on its own.
@@ -124,6 +126,7 @@ class DataPlane:
         self.clock = clock
         self.requests_memory = MemoryBudget(REQUESTS_BYTES_MAX)
         self.shared_memory = MappedMemory()
+        self.rdma: RdmaService | None = None
         self._identity = identity
         self._admission = admission
         self._admin = admin
@@ -170,6 +173,7 @@ class DataPlane:
             FrameType.PULL: self._pull,
             FrameType.HEADS: self._heads,
             FrameType.FORGET: self._forget,
+            **rdma_calls.HANDLERS,
         }
 
     # --- set up and end ---------------------------------------------------------------------------------------------
@@ -179,6 +183,11 @@ class DataPlane:
         self.quick_engine = None if self._is_stopping else engine
         for fileno in engine.filenos():
             self.loop.watch(fileno, self._engine_ready)
+
+    def use_rdma(self, rdma: RdmaService) -> None:
+        """From now on clients that come may have their memory read and written."""
+        self.rdma = rdma
+        self.loop.watch(rdma.fileno(), rdma.on_ready)
 
     def listen(self, listening: socket.socket) -> None:
         """Takes connections from a listening socket, which it owns from now on."""
@@ -233,7 +242,7 @@ class DataPlane:
     # --- the loop ---------------------------------------------------------------------------------------------------
     def wait_ns(self) -> int | None:
         """How long the loop may wait for events."""
-        if self._turns or self._engine_is_due:
+        if self._turns or self._engine_is_due or (self.rdma is not None and self.rdma.has_ended):
             return 0
         if self._timer_is_stale and self._engine is not None:
             timer_ns = self._engine.next_timer_ns()
@@ -262,6 +271,8 @@ class DataPlane:
             self._engine_is_due = False
             self._timer_is_stale = True
             engine.poll(self.now_ns)
+        if self.rdma is not None and self.rdma.has_ended:
+            self.rdma.on_ready()
         turns = self._turns
         for _ in range(len(turns)):
             connection = turns.popleft()
@@ -302,6 +313,8 @@ class DataPlane:
             elif connection.due_ns <= now_ns:
                 connection.expire()
             connection.watch_progress()
+        if self.rdma is not None:
+            self.rdma.sweep(now_ns)
         while self._full:
             self.loop.change(self._full.pop().fileno(), READABLE)
         for writer in self._clients.expire_writers(now_ns):
@@ -342,6 +355,8 @@ class DataPlane:
         if client is not None and self._clients.leave(client) and self._engine is not None:
             self._engine.client_gone(client.id)
             self._engine_is_due = True
+            if self.rdma is not None:
+                self.rdma.pairs.forget_client(client.id)
         if connection.is_admin:
             self._admin.supervisor_gone()
 

@@ -32,7 +32,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
+from enum import Enum
 from typing import Any, Final
+
+
+class RdmaMode(Enum):
+    """Whether a worker uses RDMA."""
+
+    OFF = "off"
+    AUTO = "auto"
+    """Where it can be had; else TCP."""
+    REQUIRED = "required"
+
 
 WORKER_MODULE: Final = "kvstore.server.worker"
 
@@ -64,6 +75,8 @@ class WorkerLaunch:
         cluster_id: of the node, in hex; drives of another one are refused, zeros take any.
         own_id: in hex; drives that bear it are taken too, and become the cluster's; zeros for none.
         drives_of_node: by which a tenant's quota of the node is divided.
+        rdma: "off", "auto" or "required" (RdmaMode).
+        rdma_port, rdma_gid: which; "" lets the rule choose.
         drain_ns: how long calls in progress may take after SIGTERM.
     """
 
@@ -93,6 +106,9 @@ class WorkerLaunch:
     log_format: str
     is_member: bool = False
     own_id: str = ""
+    rdma: str = "off"
+    rdma_port: str = ""
+    rdma_gid: str = ""
 
     def to_argument(self) -> str:
         """The one command line argument that `from_argument` reads."""

@@ -27,7 +27,7 @@ from kvstore.server.fleet import Fleet
 from kvstore.server.grpc_edge.service import GrpcServer
 from kvstore.server.home import home_alone, note_home, noted_home
 from kvstore.server.http_edge import HttpEdge
-from kvstore.server.launch import WorkerLaunch
+from kvstore.server.launch import RdmaMode, WorkerLaunch
 from kvstore.server.node_record import open_record
 from kvstore.server.places import (
     ReadyAddresses,
@@ -306,9 +306,17 @@ def plan_workers(settings: NodeSettings, node_id: str, drives: CheckedDrives) ->
 
 def with_socket(launch: WorkerLaunch, settings: NodeSettings, private_dir: str) -> WorkerLaunch:
     """The worker with a Unix socket for clients on this host, unless only TCP is wanted."""
-    if settings.transport == "tcp":
+    if settings.transport in ("tcp", "rdma"):
         return launch
     return replace(launch, local_socket=str(Path(private_dir) / f"data-{launch.rail}.sock"))
+
+
+_RDMA_MODES: Final = {
+    "tcp": RdmaMode.OFF,
+    "shm": RdmaMode.OFF,
+    "auto": RdmaMode.AUTO,
+    "rdma": RdmaMode.REQUIRED,
+}
 
 
 def _data_port(settings: NodeSettings, nth: int) -> int:
@@ -347,6 +355,9 @@ def divide_workers(settings: NodeSettings, node_id: str) -> list[WorkerLaunch]:
             repair_bytes_second=settings.repair_rate,
             drain_ns=settings.drain_timeout,
             is_member=bool(settings.cluster),
+            rdma=_RDMA_MODES[settings.transport].value,
+            rdma_port=settings.rdma_port,
+            rdma_gid=settings.rdma_gid,
             has_tenants=bool(settings.tenants),
             drives_of_node=len(settings.data_dir),
             cluster_id=NO_CLUSTER.hex(),

@@ -19,7 +19,7 @@ from kvstore.telemetry.metrics import Verb
 from kvstore.transport.base import PlaceChannel
 from kvstore.types.results import Refused
 from kvstore.wire.messages import End
-from kvstore.wire.shared import GetInto, OfferFrom, RegionDrop, decode_places
+from kvstore.wire.shared import GetInto, OfferFrom, RegionDrop, decode_places, grouped
 
 if TYPE_CHECKING:
     from kvstore.server.connection import Connection
@@ -37,7 +37,7 @@ def start_get_into(connection: Connection, body: bytes | bytearray, engine: Engi
     get = GetInto.decode(body)
     connection.metrics.calls[Verb.GET] += 1
     count = len(get.keys) // DIGEST_BYTES
-    places = channel.place_into(decode_places(get.places), connection.session.request_id)
+    places = channel.place_into(decode_places(get.places), connection.session.request_id, count=count)
     namespace = engine.namespace(get.namespace)
     deadline_ns = now_ns + get.deadline_ns
     call = PlaceCall(connection, channel, count=count, now_ns=now_ns, deadline_ns=deadline_ns)
@@ -64,13 +64,15 @@ def start_offer_from(
     """Begins an OFFER_FROM; with `refusal` every item ends so. Raises InvalidRequest."""
     channel = _channel_of(connection)
     offer = OfferFrom.decode(body)
+    lengths = unpack_u32(offer.lengths)
     places = decode_places(offer.places)
-    for item, (length_bytes, place) in enumerate(zip(unpack_u32(offer.lengths), places, strict=True)):
-        if length_bytes != place.length_bytes:
+    for item, (length_bytes, own) in enumerate(zip(lengths, grouped(places, len(lengths)), strict=True)):
+        room_bytes = sum(place.length_bytes for place in own)
+        if length_bytes != room_bytes:
             raise InvalidRequest(
-                f"item {item} of OFFER_FROM has {length_bytes} bytes, its place {place.length_bytes}: make them equal"
+                f"item {item} of OFFER_FROM has {length_bytes} bytes, its places {room_bytes}: make them equal"
             )
-    channel.take_from(places, connection.session.request_id)
+    channel.take_from(places, connection.session.request_id, count=len(lengths))
     start_offer(connection, offer, (), engine, refusal=refusal, now_ns=now_ns)
 
 

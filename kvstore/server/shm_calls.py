@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstore.errors import InvalidRequest
+from kvstore.transport.rdma.node_channel import RdmaNodeChannel
 from kvstore.transport.shm_node import ShmNodeChannel
 from kvstore.wire.messages import End, Feature
 from kvstore.wire.shared import LocalReply, Region
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 def features_of(connection: Connection, features: Feature, local: LocalReply) -> Feature:
     """What can be agreed on over this connection. Raises Denied when the peer is not one to share memory with."""
     channel = connection.channel
+    if isinstance(channel, RdmaNodeChannel):
+        features |= Feature.RDMA
     if isinstance(channel, ShmNodeChannel):
         channel.check_peer()
         return features | Feature.SHARED_MEMORY

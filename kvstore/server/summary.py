@@ -41,6 +41,7 @@ def summary_lines(report: NodeReport) -> Iterator[Line]:
     yield Line(
         name="traffic", value=f"{_bytes(numbers, 'sent_bytes')} sent, {_bytes(numbers, 'received_bytes')} received"
     )
+    yield Line(name="transport", value=_transport(report))
     yield Line(name="eviction", value=_eviction(report))
     yield Line(name="writes", value=_writes(report))
     yield Line(name="integrity", value=_integrity(report))
@@ -118,6 +119,17 @@ def _lookups(report: NodeReport) -> str:
     asked, hits = (number(report.numbers, "dataplane", name) for name in ("lookup_keys", "lookup_hits"))
     failed = number(report.numbers, "dataplane", "failed_records")
     return f"{hits:.0f} hits of {asked:.0f} keys asked ({_share(hits, asked)}), {failed:.0f} failed loads"
+
+
+def _transport(report: NodeReport) -> str:
+    choice = text(report.numbers, "rdma", "choice")
+    if not choice.startswith("RDMA"):
+        return choice or _words_of_unknown(report)
+    placed, pulled, framed = (
+        words_of_bytes(number(report.numbers, "rdma", name))
+        for name in ("placed_bytes", "pulled_bytes", "fallback_bytes")
+    )
+    return f"{choice}; {placed} placed, {pulled} pulled, {framed} in frames instead"
 
 
 def _eviction(report: NodeReport) -> str:

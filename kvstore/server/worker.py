@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from types import FrameType as StackFrame
 from typing import Final
 
@@ -26,12 +27,13 @@ from kvstore.server.connection import Connection
 from kvstore.server.copier import Copier
 from kvstore.server.dataplane import DataPlane, Identity
 from kvstore.server.drives import joined, open_drives
-from kvstore.server.launch import WorkerLaunch
+from kvstore.server.launch import RdmaMode, WorkerLaunch
 from kvstore.server.loop import Loop
+from kvstore.server.rdma import RdmaWish, start_rdma
 from kvstore.server.tenants import TenantBook
 from kvstore.server.worker_verbs import Moved, Started, WorkerVerbs
 from kvstore.telemetry.logs import LogFormat, LogLevel, configure
-from kvstore.telemetry.metrics import DataplaneMetrics
+from kvstore.telemetry.metrics import DataplaneMetrics, RdmaMetrics
 from kvstore.transport.shm import host_id, listen_unix
 from kvstore.transport.tcp import address_of, listen_tcp
 from kvstore.wire.shared import LocalReply
@@ -201,6 +203,7 @@ class Worker:
                 self._started.registry.add(drive.engine.device_metrics)
             engine = joined(drives)
             self._plane.serve(engine)
+            self._start_rdma([drive.engine.cache.arena.memory for drive in drives])
             if self._launch.is_member:
                 self._plane.copier = copier = Copier(
                     drives,
@@ -225,6 +228,20 @@ class Worker:
         gc.freeze()
         gc.set_threshold(_GC_OBJECTS)
         self._watch_sigterm()
+
+    def _start_rdma(self, arenas: Sequence[memoryview]) -> None:
+        launch = self._launch
+        wish = RdmaWish(
+            mode=RdmaMode(launch.rdma),
+            port=launch.rdma_port,
+            gid=launch.rdma_gid,
+            hosts=(*launch.hosts, launch.advertise),
+        )
+        metrics = RdmaMetrics()
+        self._started.registry.add(metrics)
+        service = start_rdma(wish, arenas, metrics, lambda: self._plane.now_ns)
+        if service is not None:
+            self._plane.use_rdma(service)
 
     def _reported(self, listening: socket.socket) -> str:
         """The address that clients are told."""
@@ -270,6 +287,8 @@ class Worker:
     def _finish(self) -> None:
         left_ns = max(0, (self._end_ns or 0) - time.monotonic_ns())
         self._plane.close()
+        if self._plane.rdma is not None:
+            self._plane.rdma.close()
         for drive in self._started.drives:
             drive.engine.close(within_ns=left_ns + SECOND_NS)
         self._loop.close()

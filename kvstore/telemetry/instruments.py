@@ -17,10 +17,8 @@ from kvstore.limits import MS_NS, SECOND_NS
 LATENCY_BOUNDS_NS: Final = (
     MS_NS // 20,
     MS_NS // 10,
-    MS_NS // 4,
     MS_NS // 2,
     MS_NS,
-    5 * MS_NS // 2,
     5 * MS_NS,
     10 * MS_NS,
     25 * MS_NS,

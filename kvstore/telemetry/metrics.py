@@ -279,6 +279,21 @@ class DataplaneMetrics:
 
 
 @dataclass(slots=True)
+class RdmaMetrics:
+    """RDMA of a worker: whether it is there, and what went by it."""
+
+    choice: str = info("kvstore_rdma_choice", "How payload travels, and why", label="choice")
+    fallbacks: int = counter("kvstore_rdma_fallbacks", "Starts that took TCP because RDMA could not be had")
+    pairs: int = gauge("kvstore_rdma_pairs", "Queue pairs that exist")
+    pairs_broken: int = counter("kvstore_rdma_pairs_broken", "Queue pairs that ended by themselves")
+    placed_bytes: int = counter("kvstore_rdma_placed_bytes", "Payload written into clients' memory")
+    pulled_bytes: int = counter("kvstore_rdma_pulled_bytes", "Payload read out of clients' memory")
+    fallback_bytes: int = counter(
+        "kvstore_rdma_fallback_bytes", "Payload of such calls that went in frames all the same"
+    )
+
+
+@dataclass(slots=True)
 class ProcessMetrics:
     """A worker as the kernel sees it; filled by `kvstore.telemetry.process.measure`."""
 
@@ -306,6 +321,7 @@ ROOMS: Final[dict[str, type]] = {
     "engine": EngineMetrics,
     "device": DeviceMetrics,
     "dataplane": DataplaneMetrics,
+    "rdma": RdmaMetrics,
     "process": ProcessMetrics,
     "supervisor": SupervisorMetrics,
 }

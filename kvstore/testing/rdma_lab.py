@@ -1,7 +1,7 @@
 """A node's RDMA channel and a client's end, over one TCP connection, without data plane: for suites and machines.
 
-What the two say to each other besides frames of payload (offers of queue pairs, regions, "placed", "lost") travels as
-ADMIN_REPLY frames with a letter in front.
+What the two say to each other besides what the channel says by itself (offers of queue pairs, regions, what items lie
+where) travels as ADMIN_REPLY frames with a letter in front.
 """
 
 from __future__ import annotations
@@ -14,34 +14,37 @@ from typing import Final
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.limits import CHECKSUM_BYTES_MIN, FRAME_BODY_BYTES_MAX, RDMA_TRANSFER_BYTES_MAX, SLICE_BYTES_MAX
+from kvstore.telemetry.metrics import RdmaMetrics
 from kvstore.transport.base import FetchEvents, Landing
 from kvstore.transport.rdma.client_lane import ClientLane
 from kvstore.transport.rdma.marks import Lane
-from kvstore.transport.rdma.node_channel import Place, RdmaNodeChannel
+from kvstore.transport.rdma.node_channel import RdmaNodeChannel
 from kvstore.transport.rdma.pair_offer import PairOffer
 from kvstore.transport.rdma.pairs import PairTable
-from kvstore.transport.rdma.rail import Rail
-from kvstore.transport.rdma.regions import (
-    Fragment,
-    HeldMemory,
-    RegionCache,
-    RegionDescriptor,
-    RegionTable,
-    address_of,
-)
+from kvstore.transport.rdma.rail import Pair, Rail
+from kvstore.transport.rdma.regions import HeldMemory, RegionCache, address_of
 from kvstore.transport.rdma.staging import Staging
-from kvstore.transport.rdma.statuses import Action
 from kvstore.transport.rdma.verbs import Access, Verbs
 from kvstore.transport.tcp import TcpChannel
 from kvstore.wire.frames import Frame, FrameReader
 from kvstore.wire.header import FrameType
 from kvstore.wire.messages import AdminReply, Grant
-from kvstore.wire.slices import NO_CONTENT_ID, Slice, decode_slices, encode_slices
+from kvstore.wire.pairs import Lost, RegionDescriptor, decode_regions, encode_regions
+from kvstore.wire.schema import Message
+from kvstore.wire.shared import PLACE_GOES_ON, Place
+from kvstore.wire.slices import NO_CONTENT_ID, Slice
 
 CLIENT_ID: Final = b"client of a lab."
 REMOTE: Final = Access.REMOTE_READ | Access.REMOTE_WRITE
 _REGION: Final = Access.LOCAL_WRITE | REMOTE
 _WAIT_NS: Final = 240_000_000_000
+NO_REGION: Final = RegionDescriptor(0, 4096, 1, 0)
+NOWHERE: Final = Place(0, 0, 0)
+
+
+def chained(places: Sequence[Place]) -> list[Place]:
+    """The places of one item, as a message has them."""
+    return [one._replace(region=one.region | PLACE_GOES_ON) for one in places[:-1]] + list(places[-1:])
 
 
 def node_rail(verbs: Verbs, name: str, gid_index: int) -> Rail:
@@ -67,13 +70,43 @@ class LabNode(RdmaNodeChannel):
     def __init__(self, connected: socket.socket, rail: Rail) -> None:
         self.rail = rail
         self.pairs = PairTable(rail)
-        self.staging = Staging(rail)
-        self.regions = RegionTable()
-        self.fragments: dict[int, Sequence[Fragment]] = {}
+        self.places: dict[int, Sequence[Place]] = {}
         self.messages: list[str] = []
         self.losses = 0
         self.before_delivery: Callable[[Sequence[Slice]], None] = lambda slices: None
-        super().__init__(connected, self, staging=self.staging, teller=self, body_bytes_max=FRAME_BODY_BYTES_MAX)
+        metrics = RdmaMetrics()
+        staging = Staging(rail)
+        super().__init__(connected, self, staging=staging, metrics=metrics, body_bytes_max=FRAME_BODY_BYTES_MAX)
+        self.serve_for(self)
+
+    @property
+    def placed_bytes(self) -> int:
+        """Payload that was written."""
+        return self.metrics.placed_bytes
+
+    @property
+    def pulled_bytes(self) -> int:
+        """Payload that was read."""
+        return self.metrics.pulled_bytes
+
+    @property
+    def fallback_bytes(self) -> int:
+        """Payload that went in frames, though the client had named places for it."""
+        return self.metrics.fallback_bytes
+
+    def send(self, message: Message, request_id: int, *, epoch: int = 0) -> None:
+        self.losses += message.TYPE is FrameType.LOST
+        super().send(message, request_id, epoch=epoch)
+
+    # --- Holder -------------------------------------------------------------------------------------------------------
+    def pair(self) -> Pair | None:
+        return self.pairs.ready(CLIENT_ID, Lane.FOREGROUND, 0)
+
+    def moved(self) -> None:
+        """A test turns until it has what it waits for."""
+
+    def guard(self, work: Callable[[], None]) -> None:
+        work()
 
     # --- what a data plane does ---------------------------------------------------------------------------------------
     def turn(self) -> None:
@@ -115,12 +148,11 @@ class LabNode(RdmaNodeChannel):
         for view in memory:
             if len(view) and self.staging.cut(address_of(view), len(view)) is None:
                 self.staging.add(view)
-        self.use(self.pairs.ready(CLIENT_ID, Lane.FOREGROUND, 0))
-        places: dict[int, list[Place]] = {}
-        for item, fragments in self.fragments.items():
-            found = [(self.regions.resolve(one), one.length_bytes) for one in fragments]
-            places[item] = [(address, length, key) for (address, key), length in found]
-        self.aim(request_id, places)
+        if self.places:
+            count = max(self.places) + 1
+            groups = [self.places.get(item) or [NOWHERE] for item in range(count)]
+            self.regions.learn([NO_REGION])
+            self.place_into([place for group in groups for place in chained(group)], request_id, count=count)
 
     def _hear(self, text: bytes) -> None:
         letter, rest = chr(text[0]), text[1:]
@@ -131,22 +163,15 @@ class LabNode(RdmaNodeChannel):
         elif letter == "C":
             self.pairs.probe(CLIENT_ID, Lane.FOREGROUND, lambda status: self._say(b"S" + bytes([status])))
         elif letter == "R":
-            self.regions.learn(RegionDescriptor.decode_all(rest))
+            self.regions.learn(decode_regions(rest))
         elif letter == "F":
             item, *numbers = struct.unpack(f"<{len(rest) // 8}Q", rest)
-            self.fragments[item] = [Fragment(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
+            self.places[item] = [Place(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
 
     def _say(self, text: bytes) -> None:
         self.send(AdminReply(value=text), 0)
 
-    # --- Teller, OtherPayload -----------------------------------------------------------------------------------------
-    def tell_placed(self, slices: Sequence[Slice], request_id: int, *, epoch: int) -> None:
-        self._say(b"D" + bytes([len(slices) & 255, len(slices) >> 8]) + encode_slices(slices))
-
-    def tell_lost(self) -> None:
-        self.losses += 1
-        self._say(b"L")
-
+    # --- OtherPayload -------------------------------------------------------------------------------------------------
     def place_other(self, frame: Frame) -> Sequence[memoryview] | None:
         raise InvalidRequest(f"{frame.type.name} has no payload in a lab")
 
@@ -182,7 +207,7 @@ class LabClient:
         """Begins the handshake; turn until the lane is ready."""
         self.say(b"P" + self.lane.begin(self.clock()).encode())
 
-    def describe(self, views: Sequence[memoryview]) -> tuple[list[RegionDescriptor], list[Fragment]]:
+    def describe(self, views: Sequence[memoryview]) -> tuple[list[RegionDescriptor], list[Place]]:
         """Registers the memory of an item, which stays until `shut`: its regions, and where in them it lies."""
         views = [view for view in views if len(view)]
         if not views:
@@ -191,13 +216,13 @@ class LabClient:
         high = max(address_of(view) + len(view) for view in views)
         held = self.cache.hold_address(low, high - low)
         self._held.append((held, views))
-        return held.descriptors, [one for view in views for one in held.fragments(address_of(view), len(view))]
+        return held.descriptors, [one for view in views for one in held.places(address_of(view), len(view))]
 
     def name_item(self, item: int, views: Sequence[memoryview]) -> None:
         """As `describe`, and tells the node."""
-        descriptors, fragments = self.describe(views)
-        self.say(b"R" + b"".join(one.encode() for one in descriptors))
-        numbers = [number for one in fragments for number in one]
+        descriptors, places = self.describe(views)
+        self.say(b"R" + encode_regions(descriptors))
+        numbers = [number for one in places for number in one]
         self.say(b"F" + struct.pack(f"<{len(numbers) + 1}Q", item, *numbers))
 
     def turn(self) -> None:
@@ -221,6 +246,7 @@ class LabClient:
 
     def place(self, frame: Frame) -> Sequence[memoryview]:
         """PayloadSink."""
+        self.lane.silence(self.lane.number)
         return [view for one in frame.slices for view in self.memory(one)]
 
     def say(self, text: bytes) -> None:
@@ -233,6 +259,8 @@ class LabClient:
             items = bytes(Grant.decode(frame.body).items)
             for item in struct.unpack(f"<{len(items) // 4}I", items):
                 self._send(item, self.offers[item], frame.request_id)
+        elif frame.type is FrameType.LOST:
+            self.lane.lost(self.lane.number, Lost.decode(frame.body).status, self.clock())
         elif frame.type is FrameType.ADMIN_REPLY:
             self._hear(bytes(AdminReply.decode(frame.body).value))
 
@@ -243,12 +271,6 @@ class LabClient:
             self.say(b"C")
         elif letter == "S":
             self.lane.probed(rest[0], now_ns)
-        elif letter == "L":
-            self.lane.broke(Action.REBUILD, now_ns)
-        elif letter == "D":
-            count = rest[0] | rest[1] << 8
-            lengths = sum(struct.unpack_from("<I", rest, 2 + at * 48 + 12)[0] for at in range(count))
-            self.arrived += decode_slices(rest[2:], count=count, payload_bytes=lengths)
 
     def _send(self, item: int, fragments: Sequence[memoryview], request_id: int) -> None:
         whole = memoryview(b"".join(fragments))

@@ -16,7 +16,6 @@ from kvstore.testing.transport_suite import Client, Conditions, Fetched, Transpo
 from kvstore.testing.verbs_suite import Ground
 from kvstore.transport.base import Landing, NodeChannel
 from kvstore.transport.rdma.marks import Lane
-from kvstore.transport.rdma.regions import RegionDescriptor
 from kvstore.wire.slices import NO_CONTENT_ID, Slice
 
 USUAL = Conditions(name="usual")
@@ -56,7 +55,7 @@ class RdmaJoint:
     def offer(self, item: int, fragments: Sequence[memoryview]) -> None:
         """See `Joint.offer`."""
         self.client.offers[item] = fragments
-        descriptors, self.lab.fragments[item] = self.client.describe(fragments)
+        descriptors, self.lab.places[item] = self.client.describe(fragments)
         self.lab.regions.learn(descriptors)
 
     def leave(self) -> None:
@@ -72,7 +71,7 @@ class RdmaJoint:
         """Shows the node where the items of a delivery belong, as a GET does."""
         for one in slices if self.is_named else ():
             whole = one._replace(offset=0, length_bytes=one.record_bytes)
-            descriptors, self.lab.fragments[one.item] = self.client.describe(self.client.memory(whole))
+            descriptors, self.lab.places[one.item] = self.client.describe(self.client.memory(whole))
             self.lab.regions.learn(descriptors)
 
 
@@ -187,13 +186,8 @@ class RdmaSuite(TransportSuite):
         joint.receive_into(client.views)
         data = os.urandom(64 * KiB)
         whole = slice_of(3, data)
-        [described], joint.lab.fragments[3] = joint.client.describe(client.views(whole))
-        wrong = RegionDescriptor(
-            id=described.id,
-            address=described.address,
-            length_bytes=described.length_bytes,
-            remote_key=described.remote_key ^ 0x1F00,
-        )
+        [described], joint.lab.places[3] = joint.client.describe(client.views(whole))
+        wrong = described._replace(remote_key=described.remote_key ^ 0x1F00)
         joint.lab.regions.learn([wrong])
         joint.is_named = False
         sent = self.give(joint, data)

@@ -83,9 +83,9 @@ class ServeProcess:
         """Everything that supervisor and workers have printed."""
         return self.log_path.read_text(errors="replace")
 
-    def wait_ready(self) -> Ready:
-        """Block until the ready file is there. Fails the test when the process ends first, or after 60 s."""
-        end = time.monotonic() + _WAIT_SECONDS
+    def wait_ready(self, *, seconds: float = _WAIT_SECONDS) -> Ready:
+        """Block until the ready file is there. Fails the test when the process ends first, or after so long."""
+        end = time.monotonic() + seconds
         while not self.ready_path.exists():
             assert self.process.poll() is None, f"serve ended with {self.process.returncode}:\n{self.log}"
             assert time.monotonic() < end, f"serve was not ready in time:\n{self.log}"

@@ -116,18 +116,18 @@ class PlaceChannel(NodeChannel, Protocol):
     def drop_regions(self, regions: Sequence[int]) -> None:
         """The client does not name these regions any more; unknown ones are passed over."""
 
-    def place_into(self, places: Sequence[Place], request_id: int) -> Sequence[memoryview] | None:
-        """What is delivered for this request goes into these places, one for each item.
+    def place_into(self, places: Sequence[Place], request_id: int, *, count: int) -> Sequence[memoryview] | None:
+        """What is delivered for this request goes into these places, which are those of `count` items.
 
         Returns:
             Their memory, for reads from the drive straight into it; None where there is none to be had.
 
         Raises:
-            InvalidRequest: A place outside of the client's regions.
+            InvalidRequest: A place outside of the client's regions, or too many of them.
         """
 
-    def take_from(self, places: Sequence[Place], request_id: int) -> None:
-        """What this request puts is fetched from these places, one for each item. Raises InvalidRequest."""
+    def take_from(self, places: Sequence[Place], request_id: int, *, count: int) -> None:
+        """What this request puts is fetched from these places, those of `count` items. Raises InvalidRequest."""
 
     def halt(self) -> None:
         """The read in progress is given up: from now on nothing of what was delivered is moved."""

@@ -115,7 +115,7 @@ def answer_exchange(connected: socket.socket, view: memoryview) -> AnswerExchang
         connected: Non-blocking; not closed while the exchange is used.
         view: Where requests are received; longer than a GET of one record.
     """
-    if not IS_COMPILED:
+    if not IS_COMPILED or connected.family == socket.AF_UNIX:  # descriptors come with its bytes, which recv(2) loses
         return PureAnswerExchange(connected, view)
     return _exchange.AnswerExchange(handle=connected.fileno(), view=view, key_at=GET_KEY_AT)
 

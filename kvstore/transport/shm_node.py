@@ -136,16 +136,21 @@ class ShmNodeChannel(TcpNodeChannel):
         for region in regions:
             self._regions.drop(region)
 
-    def place_into(self, places: Sequence[Place], request_id: int) -> Sequence[memoryview]:
-        """What is delivered for this request goes into these places, one for each item. Raises InvalidRequest."""
-        self._places = views = [self._regions.view(place) for place in places]
+    def place_into(self, places: Sequence[Place], request_id: int, *, count: int) -> Sequence[memoryview]:
+        """See `PlaceChannel`; one place for each item."""
+        self._places = views = self._views_of(places, count)
         self._places_id = request_id
         return views
 
-    def take_from(self, places: Sequence[Place], request_id: int) -> None:
-        """What this request puts is fetched from these places, one for each item. Raises InvalidRequest."""
-        self._taken_from = [self._regions.view(place) for place in places]
+    def take_from(self, places: Sequence[Place], request_id: int, *, count: int) -> None:
+        """See `PlaceChannel`; one place for each item."""
+        self._taken_from = self._views_of(places, count)
         self._taken_id = request_id
+
+    def _views_of(self, places: Sequence[Place], count: int) -> Sequence[memoryview]:
+        if len(places) != count:
+            raise InvalidRequest(f"{len(places)} places for {count} records; in shared memory each lies in one piece")
+        return [self._regions.view(place) for place in places]
 
     def _forget_places(self) -> None:
         self._places = self._taken_from = ()
@@ -227,21 +232,3 @@ class ShmNodeChannel(TcpNodeChannel):
         self._descriptors.drop_descriptors()
         self._forget_places()
         self._regions.close()
-
-
-def node_channel(
-    connected: socket.socket,
-    other: OtherPayload,
-    *,
-    body_bytes_max: int,
-    budget: MemoryBudget | None,
-    memory: MappedMemory | None,
-) -> TcpNodeChannel:
-    """The channel of an accepted socket.
-
-    Args:
-        memory: What may be mapped for clients; None for a socket over which no memory is shared.
-    """
-    if connected.family == socket.AF_UNIX and memory is not None:
-        return ShmNodeChannel(connected, other, body_bytes_max=body_bytes_max, budget=budget, memory=memory)
-    return TcpNodeChannel(connected, other, body_bytes_max=body_bytes_max, budget=budget)

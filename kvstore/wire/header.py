@@ -72,6 +72,11 @@ class FrameType(IntEnum):
     HEADS = 38
     HEADS_REPLY = 39
     FORGET = 40
+    PAIR = 41
+    PAIRED = 42
+    PROBE = 43
+    REGIONS = 44
+    LOST = 45
 
 
 PAYLOAD_TYPES: Final = frozenset({FrameType.DATA, FrameType.OFFER, FrameType.WRITER_WRITE})

@@ -75,6 +75,8 @@ class Feature(IntFlag):
     REGION, GET_INTO and OFFER_FROM are too."""
     PULL = 8
     """PULL, HEADS and FORGET are understood (wire/replicas.py)."""
+    RDMA = 16
+    """PAIR, PROBE, REGIONS, GET_INTO and OFFER_FROM are understood (wire/pairs.py)."""
 
 
 # --- the connection -------------------------------------------------------------------------------------------------

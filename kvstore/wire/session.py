@@ -54,6 +54,9 @@ REQUESTS: Final[dict[F, State]] = {
     F.REGION_DROP: State.ANSWER,
     F.GET_INTO: State.READ,
     F.OFFER_FROM: State.WRITE,
+    F.PAIR: State.ANSWER,
+    F.PROBE: State.ANSWER,
+    F.REGIONS: State.ANSWER,
 }
 """Frames that begin a call, and the dialogue that they begin."""
 
@@ -82,6 +85,9 @@ ANSWERS: Final[dict[F, F]] = {
     F.REGION_DROP: F.END,
     F.GET_INTO: F.END,
     F.OFFER_FROM: F.END,
+    F.PAIR: F.PAIRED,
+    F.PROBE: F.END,
+    F.REGIONS: F.END,
 }
 """The frame that ends each call well; ERROR may end any of them instead, END also a cancelled one."""
 
@@ -101,8 +107,20 @@ TO_CLIENT: Final[dict[State, dict[F, State]]] = {
     State.GREETING: {F.WELCOME: State.IDLE, F.ERROR: State.CLOSED},
     State.IDLE: {F.ERROR: State.CLOSED},
     State.ANSWER: {F.ERROR: State.IDLE},
-    State.READ: {F.DATA: State.READ, F.PLACED: State.READ, F.END: State.IDLE, F.ERROR: State.IDLE},
-    State.WRITE: {F.GRANT: State.WRITE, F.RESULT: State.WRITE, F.END: State.IDLE, F.ERROR: State.IDLE},
+    State.READ: {
+        F.DATA: State.READ,
+        F.PLACED: State.READ,
+        F.LOST: State.READ,
+        F.END: State.IDLE,
+        F.ERROR: State.IDLE,
+    },
+    State.WRITE: {
+        F.GRANT: State.WRITE,
+        F.RESULT: State.WRITE,
+        F.LOST: State.WRITE,
+        F.END: State.IDLE,
+        F.ERROR: State.IDLE,
+    },
     State.CLOSED: {},
 }
 """Frames from the node that each state allows, and the state after. In ANSWER, the one of ANSWERS and END as well."""

@@ -1,4 +1,5 @@
-"""Messages of clients that share memory with their node: same host, Unix socket, Feature.SHARED_MEMORY.
+"""Messages that name places in a client's memory, and of clients that share memory with their node: same host, Unix
+socket, Feature.SHARED_MEMORY. By RDMA other messages tell of the memory (wire/pairs.py), the calls are the same.
 
 A client gives the node a sealed memfd with REGION, and names places in it from then on: GET_INTO says where each record
 belongs, OFFER_FROM where it lies. Payload then does not travel. What the node has put into its place it tells with
@@ -29,12 +30,16 @@ PLACE_BYTES: Final = _PLACE.size
 Places = Annotated[bytes, Blob(unit=PLACE_BYTES, count_max=PLACES_PER_CALL_MAX)]
 
 
+PLACE_GOES_ON: Final = 1 << 31
+"""In `region` of a place: its record goes on in the next place. By RDMA only."""
+
+
 class Place(NamedTuple):
-    """Where in shared memory one record lies or belongs.
+    """Where in the client's memory one record, or a part of it, lies or belongs.
 
     Attributes:
-        region: as the client called it in REGION.
-        offset: of its first byte, a multiple of PAGE_BYTES.
+        region: as the client called it in REGION or REGIONS, below 2**31.
+        offset: of its first byte; in shared memory a multiple of PAGE_BYTES.
         length_bytes: of GET_INTO the room there is, of OFFER_FROM the record's length.
     """
 
@@ -100,7 +105,7 @@ class GetInto(Get):
     and after the end of the connection a read from the drive may still land in the item's place.
 
     Attributes:
-        places: one Place per key, see `encode_places`.
+        places: one Place per key, or more that follow each other (PLACE_GOES_ON), see `encode_places`.
     """
 
     places: Places = b""
@@ -109,7 +114,7 @@ class GetInto(Get):
         super(GetInto, self).validate()
         if self.ranges or self.range_counts:
             raise InvalidRequest("GET_INTO reads whole records; ask for ranges with GET")
-        expect_count("GET_INTO.places", self.places, PLACE_BYTES, len(self.keys) // DIGEST_BYTES)
+        _expect_places("GET_INTO.places", self.places, len(self.keys) // DIGEST_BYTES)
 
 
 @message(FrameType.OFFER_FROM)
@@ -120,7 +125,7 @@ class OfferFrom(Offer):
     The bytes that are stored are those that the node found there when it copied them, if they match the CRC table.
 
     Attributes:
-        places: one Place per key.
+        places: as of GET_INTO.
     """
 
     places: Places = b""
@@ -129,7 +134,7 @@ class OfferFrom(Offer):
         super(OfferFrom, self).validate()
         if self.inline:
             raise InvalidRequest("OFFER_FROM carries no payload; use OFFER")
-        expect_count("OFFER_FROM.places", self.places, PLACE_BYTES, len(self.keys) // DIGEST_BYTES)
+        _expect_places("OFFER_FROM.places", self.places, len(self.keys) // DIGEST_BYTES)
 
 
 def get_into(get: Get, places: bytes) -> GetInto:
@@ -169,6 +174,25 @@ def offer_from(offer: Offer, places: bytes) -> OfferFrom:
 def encode_places(places: Sequence[Place]) -> bytes:
     """The blob of a message."""
     return b"".join([_PLACE.pack(*place) for place in places])
+
+
+def _expect_places(what: str, blob: bytes, count: int) -> None:
+    if len(blob) // PLACE_BYTES <= count:
+        expect_count(what, blob, PLACE_BYTES, count)
+
+
+def grouped(places: Sequence[Place], count: int) -> list[list[Place]]:
+    """The places of each of `count` records, without PLACE_GOES_ON. Raises InvalidRequest: they are not so many."""
+    groups: list[list[Place]] = []
+    goes_on = False
+    for region, offset, length_bytes in places:
+        if not goes_on:
+            groups.append([])
+        goes_on = region >= PLACE_GOES_ON
+        groups[-1].append(Place(region & ~PLACE_GOES_ON, offset, length_bytes))
+    if goes_on or len(groups) != count:
+        raise InvalidRequest(f"{len(places)} places belong to {len(groups)} records, the request has {count}")
+    return groups
 
 
 def decode_places(blob: bytes) -> list[Place]:

@@ -116,7 +116,6 @@ def test_capacity_is_shared_by_the_drives() -> None:
         ({"host": "0.0.0.0", "insecure": True}, ["--advertise"]),
         ({"grpc_port": "70000"}, ["--grpc-port", "65535"]),
         ({"grpc_port": "7401"}, ["must differ", "7401"]),
-        ({"transport": "rdma"}, ["rdma", "not in this build", "tcp"]),
         ({"transport": "carrier pigeon"}, ["--transport", "tcp"]),
         ({"cache": "900TiB"}, ["900TiB", "90 %", "lower cache"]),
         ({"staging": "1MiB"}, ["staging", "16MiB"]),

@@ -501,7 +501,7 @@ def test_a_drive_that_another_node_holds_is_named_with_its_holder(tmp_path: Path
         (("--capacity", "1MiB"), "at least 64MiB"),
         (("--capacity", "lots"), "'lots' is not a size"),
         (("--host", "0.0.0.0"), "--insecure"),
-        (("--transport", "rdma"), "not in this build"),
+        (("--transport", "rdma-over-air"), "rdma"),
         (("--ready-file", "/nowhere/ready.json"), "/nowhere"),
         (("--config", "/nowhere/node.toml"), "/nowhere/node.toml cannot be read"),
     ],

@@ -64,7 +64,16 @@ TOKENS = {
 KEY = bytes([7]) * 32
 VALUE = os.urandom(5000)
 ABSENT = bytes([MissReason.ABSENT])
-FREE = {FrameType.HELLO, FrameType.PING, FrameType.VIEW, FrameType.CANCEL, FrameType.ADMIN} | {
+FREE = {
+    FrameType.HELLO,
+    FrameType.PING,
+    FrameType.VIEW,
+    FrameType.CANCEL,
+    FrameType.ADMIN,
+    FrameType.PAIR,
+    FrameType.PROBE,
+    FrameType.REGIONS,
+} | {
     FrameType.LOCAL,
     FrameType.REGION,
     FrameType.REGION_DROP,

@@ -151,7 +151,7 @@ class PlacesJoint(SocketJoint):
 
     def _places_for(self, request_id: int) -> None:
         rooms = [Place(1, item * ROOM_BYTES, ROOM_BYTES) for item in range(ROOMS)]
-        self._node.place_into(rooms, request_id)
+        self._node.place_into(rooms, request_id, count=ROOMS)
 
     def _take_from(self, landings: Sequence[Landing], request_id: int) -> None:
         """Puts the offers behind the rooms, and names where."""
@@ -164,7 +164,7 @@ class PlacesJoint(SocketJoint):
             length = len(landing.buffer)
             places[landing.item] = Place(1, at - length, length)
             at = -(-at // PAGE_BYTES) * PAGE_BYTES
-        self._node.take_from(places, request_id)
+        self._node.take_from(places, request_id, count=16)
 
     def _take(self, frame: Frame) -> None:
         for one in frame.slices if frame.type is FrameType.PLACED else ():

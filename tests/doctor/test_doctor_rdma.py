@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.doctor.finding import Status
-from kvstore.doctor.rdma import RDMA_CLASS, check_rdma, read_rdma
+from kvstore.doctor.rdma import check_rdma, read_rdma
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.limits import PAGE_BYTES
 from kvstore.testing.fake_system import FakeSystem
@@ -25,6 +25,7 @@ from kvstore.transport.rdma_choice import (
     path_mtu_bytes,
     path_mtu_of_netdev,
 )
+from kvstore.transport.rdma_ports import RDMA_CLASS
 from kvstore.transport.rdma_regions import RegionLimits, plan_regions
 
 VECTORS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "vectors" / "rdma_choice.json").read_text())

@@ -15,10 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest, Overloaded, Unavailable
-from kvstore.limits import REGIONS_PER_CLIENT_MAX, MiB
+from kvstore.limits import REGIONS_PER_CONNECTION_MAX, MiB
 from kvstore.testing.fake_verbs import FakeFabric, FakeHardware
-from kvstore.transport.rdma.regions import Fragment, RegionCache, RegionDescriptor, RegionTable, address_of
+from kvstore.transport.rdma.regions import ClientRegions, RegionCache, address_of
 from kvstore.transport.rdma.verbs import Access
+from kvstore.wire.pairs import RegionDescriptor, decode_regions, encode_regions
+from kvstore.wire.shared import Place
 
 
 class Bench:
@@ -56,8 +58,8 @@ def test_memory_is_registered_once_and_whole() -> None:
     second = bench.cache.hold(flat(array[:4096]))
     assert first is second
     assert (bench.count, bench.cache.hits, bench.cache.misses) == (1, 1, 1)
-    [fragment] = first.fragments(address_of(flat(array)) + 1000, 1000)
-    assert fragment == Fragment(first.descriptors[0].id, 1000, 1000)
+    [fragment] = first.places(address_of(flat(array)) + 1000, 1000)
+    assert fragment == Place(first.descriptors[0].region, 1000, 1000)
     bench.cache.release(first)
     bench.cache.release(second)
     assert bench.count == 1, "kept for the next call"
@@ -111,18 +113,18 @@ def test_a_lent_array_is_not_taken_for_the_owner_of_its_memory() -> None:
     assert bench.count == 0
 
 
-@given(st.integers(1, 4096), st.integers(1, 400), st.data())
+@given(st.integers(1, 4096), st.integers(4, 400), st.data())
 def test_fragments_are_cut_where_regions_meet(length: int, piece: int, data: st.DataObject) -> None:
     bench = Bench(region_bytes_max=piece)
     array = np.zeros(length, np.uint8)
     begin = address_of(flat(array))
     held = bench.cache.hold(flat(array))
     assert [one.length_bytes for one in held.descriptors] == [min(piece, length - at) for at in range(0, length, piece)]
-    table = RegionTable()
-    table.learn(RegionDescriptor.decode_all(b"".join(one.encode() for one in held.descriptors)))
+    table = ClientRegions()
+    table.learn(decode_regions(encode_regions(held.descriptors)))
     start = data.draw(st.integers(0, length - 1))
     count = data.draw(st.integers(1, length - start))
-    fragments = held.fragments(begin + start, count)
+    fragments = held.places(begin + start, count)
     at = begin + start
     for fragment in fragments:
         assert table.resolve(fragment)[0] == at
@@ -164,22 +166,18 @@ def test_a_refusal_names_the_limits_and_leaves_nothing_registered() -> None:
 
 
 def test_a_node_believes_no_fragment_outside_its_region() -> None:
-    table = RegionTable()
-    table.learn([RegionDescriptor(id=5, address=1000, length_bytes=100, remote_key=7)])
-    assert table.resolve(Fragment(5, 40, 60)) == (1040, 7)
-    for fragment in (Fragment(5, 41, 60), Fragment(5, 101, 0), Fragment(6, 0, 1)):
+    table = ClientRegions()
+    table.learn([RegionDescriptor(5, 1000, 100, 7)])
+    assert table.resolve(Place(5, 40, 60)) == (1040, 60, 7)
+    for fragment in (Place(5, 41, 60), Place(5, 101, 0), Place(6, 0, 1)):
         with pytest.raises(InvalidRequest):
             table.resolve(fragment)
     table.forget([5])
-    with pytest.raises(InvalidRequest, match="region 5 is not known"):
-        table.resolve(Fragment(5, 0, 1))
-    with pytest.raises(InvalidRequest, match="no region descriptors"):
-        RegionDescriptor.decode_all(bytes(25))
+    with pytest.raises(InvalidRequest, match="region 5 is not open"):
+        table.resolve(Place(5, 0, 1))
     with pytest.raises(InvalidRequest, match="is none"):
-        table.learn([RegionDescriptor(id=1, address=(1 << 64) - 1, length_bytes=2, remote_key=1)])
-    many = [
-        RegionDescriptor(id=number, address=1, length_bytes=1, remote_key=1) for number in range(REGIONS_PER_CLIENT_MAX)
-    ]
+        table.learn([RegionDescriptor(1, (1 << 64) - 1, 2, 1)])
+    many = [RegionDescriptor(number, 1, 1, 1) for number in range(REGIONS_PER_CONNECTION_MAX)]
     table.learn(many)
-    with pytest.raises(InvalidRequest, match="4096 regions"):
-        table.learn([replace(many[0], id=9999)])
+    with pytest.raises(Overloaded, match="1024 regions"):
+        table.learn([many[0]._replace(region=9999)])

@@ -13,10 +13,11 @@ from kvstore.types.results import ItemStatus, MissReason, RefusedReason
 from kvstore.wire.failures import ERROR_CODES
 from kvstore.wire.header import FrameType
 from kvstore.wire.messages import MESSAGES as PLAIN_MESSAGES
+from kvstore.wire.pairs import PAIR_MESSAGES
 from kvstore.wire.replicas import REPLICA_MESSAGES
 from kvstore.wire.shared import SHARED_MESSAGES
 
-MESSAGES = PLAIN_MESSAGES | SHARED_MESSAGES | REPLICA_MESSAGES
+MESSAGES = PLAIN_MESSAGES | SHARED_MESSAGES | REPLICA_MESSAGES | PAIR_MESSAGES
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 ROWS = {row[2].strip(): row for row in (line.split("|") for line in PAGE.splitlines() if re.match(r"\| \d+ \|", line))}
 

@@ -14,11 +14,12 @@ from kvstore.wire.failures import ERROR_CODES, code_of, error_of
 from kvstore.wire.frames import Frame, FrameReader
 from kvstore.wire.header import FrameType, encode_head
 from kvstore.wire.messages import MESSAGES as PLAIN_MESSAGES
+from kvstore.wire.pairs import PAIR_MESSAGES
 from kvstore.wire.replicas import REPLICA_MESSAGES
 from kvstore.wire.shared import SHARED_MESSAGES
 from kvstore.wire.slices import FLAG_FINAL, Slice, encode_slices
 
-MESSAGES = PLAIN_MESSAGES | SHARED_MESSAGES | REPLICA_MESSAGES
+MESSAGES = PLAIN_MESSAGES | SHARED_MESSAGES | REPLICA_MESSAGES | PAIR_MESSAGES
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "wire.json").read_text())
 
 

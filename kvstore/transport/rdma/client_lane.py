@@ -20,6 +20,7 @@ class ClientLane:
     Attributes:
         link: whether there is a pair, and when the next may be made.
         lane: which.
+        number: of our end that was made last, by which calls know it; -1 before the first.
     """
 
     def __init__(self, rail: Rail, lane: Lane) -> None:
@@ -27,11 +28,12 @@ class ClientLane:
         self.lane = lane
         self._rail = rail
         self._pair: Pair | None = None
+        self.number = -1
 
     @property
     def is_ready(self) -> bool:
         """Requests may name regions."""
-        return self.link.state is LinkState.READY
+        return self.link.state is LinkState.READY and self._pair is not None
 
     @property
     def mtu_bytes(self) -> int:
@@ -43,6 +45,7 @@ class ClientLane:
         self.link.begin(now_ns)
         try:
             self._pair = self._rail.new_pair(mark_of(self.lane), lambda *_: None)
+            self.number = self._pair.number
             return self._pair.offer()
         except BaseException:
             self.broke(Action.REBUILD, now_ns)
@@ -67,6 +70,22 @@ class ClientLane:
     def broke(self, action: Action, now_ns: int) -> None:
         """The node says that the pair is lost, or a step failed: our end goes too. Nothing when it went before."""
         if self.link.state in (LinkState.MAKING, LinkState.READY):
+            self._close_pair()
+            self.link.broke(action, now_ns)
+
+    def silence(self, number: int) -> None:
+        """Payload of a call that began with this end comes in a frame: nothing may be written behind it."""
+        if number == self.number and self._pair is not None:
+            self.retire()
+
+    def lost(self, number: int, status: int, now_ns: int) -> None:
+        """The node says that it has no pair any more for a call that began with this end."""
+        if number != self.number or self.link.state in (LinkState.WAITING, LinkState.CLOSED):
+            return
+        action = action_of(status)
+        if action is Action.FOLLOW:
+            self.retire()  # it was closed on purpose; the next one may be made at once
+        else:
             self._close_pair()
             self.link.broke(action, now_ns)
 

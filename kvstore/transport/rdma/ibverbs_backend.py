@@ -11,13 +11,12 @@ from typing import Final
 
 import ibverbs
 
+from kvstore.transport.rdma.queries import limits_of, port_of
 from kvstore.transport.rdma.verbs import (
-    MTU_BYTES,
     MTU_CODES,
     Access,
     Completion,
     CompletionQueue,
-    DeviceLimits,
     MemoryRegion,
     PairPath,
     PairState,
@@ -64,27 +63,12 @@ class IbverbsDevice:
             found = context.query_device()
         _make_immortal(context)
         _make_immortal(self._domain)
-        self.limits = DeviceLimits(
-            region_bytes_max=found.max_mr_size,
-            regions_max=found.max_mr,
-            pairs_max=found.max_qp,
-            work_requests_max=found.max_qp_wr,
-            completions_max=found.max_cqe,
-            reads_max=found.max_qp_rd_atom,
-        )
+        self.limits = limits_of(found)
 
     def port(self, number: int) -> Port:
         """See `Device.port`."""
         with _failures("query_port", f"port {number} of {self.name}"):
-            found = self._context.query_port(number)
-        return Port(
-            number=number,
-            state=int(found.state),
-            mtu_bytes=MTU_BYTES.get(int(found.active_mtu), 0),
-            lid=found.lid,
-            link_layer=int(found.link_layer),
-            gid_count=found.gid_tbl_len,
-        )
+            return port_of(number, self._context.query_port(number))
 
     def gid(self, port: int, index: int) -> bytes:
         """See `Device.gid`."""

@@ -43,6 +43,7 @@ _TABLE: Final = {
     (LinkState.READY, Step.RETIRED): LinkState.ABSENT,
     (LinkState.WAITING, Step.RETIRED): LinkState.WAITING,
     (LinkState.ABSENT, Step.RETIRED): LinkState.ABSENT,
+    (LinkState.ABSENT, Step.BROKE): LinkState.WAITING,
 }
 
 

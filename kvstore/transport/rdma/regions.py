@@ -8,53 +8,23 @@ longer than its owner, by a weak reference, and memory without an owner is regis
 from __future__ import annotations
 
 import errno
-import struct
+import os
+import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
 
 from kvstore.errors import InvalidRequest, Overloaded, Unavailable
-from kvstore.limits import REGION_CACHE_BYTES_DEFAULT, REGIONS_PER_CLIENT_MAX
+from kvstore.limits import REGION_CACHE_BYTES_DEFAULT, REGIONS_PER_CONNECTION_MAX
 from kvstore.transport.rdma.verbs import MemoryRegion, VerbsFailure
 from kvstore.transport.rdma_regions import MEMLOCK_WORDS
-
-_DESCRIPTOR: Final = struct.Struct("<IQQI")
-
-
-class Fragment(NamedTuple):
-    """Some bytes of a region, as frames name them, whatever the transport."""
-
-    region: int
-    offset_bytes: int
-    length_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionDescriptor:
-    """A region as the other side must know it."""
-
-    id: int
-    address: int
-    length_bytes: int
-    remote_key: int
-
-    def encode(self) -> bytes:
-        """Fixed length, little-endian."""
-        return _DESCRIPTOR.pack(self.id, self.address, self.length_bytes, self.remote_key)
-
-    @classmethod
-    def decode_all(cls, blob: bytes) -> list[RegionDescriptor]:
-        """Descriptors one after the other. Raises InvalidRequest: it is no whole number of them."""
-        if len(blob) % _DESCRIPTOR.size:
-            raise InvalidRequest(f"{len(blob)} bytes are no region descriptors: each has {_DESCRIPTOR.size}")
-        return [
-            cls(id=number, address=address, length_bytes=length, remote_key=key)
-            for number, address, length, key in _DESCRIPTOR.iter_unpack(blob)
-        ]
+from kvstore.transport.regions import RegionTable
+from kvstore.wire.pairs import RegionDescriptor
+from kvstore.wire.shared import PLACE_GOES_ON, Place
 
 
 def address_of(view: memoryview) -> int:
@@ -103,7 +73,7 @@ class HeldMemory:
         descriptors: of its regions, in order of address.
     """
 
-    __slots__ = ("_begin", "_piece_bytes", "descriptors", "length_bytes", "regions", "users")
+    __slots__ = ("_begin", "_piece_bytes", "descriptors", "is_kept", "length_bytes", "regions", "users")
 
     def __init__(
         self, begin: int, length_bytes: int, piece_bytes: int, regions: list[tuple[int, MemoryRegion]]
@@ -113,25 +83,29 @@ class HeldMemory:
         self.length_bytes = length_bytes
         self.regions = regions
         self.users = 0
+        self.is_kept = False
         self.descriptors = [
-            RegionDescriptor(
-                id=number, address=region.address, length_bytes=region.length_bytes, remote_key=region.remote_key
-            )
+            RegionDescriptor(number, region.address, region.length_bytes, region.remote_key)
             for number, region in regions
         ]
+
+    def deregister(self) -> None:
+        """The device touches it no more. Idempotent."""
+        for _, region in self.regions:
+            region.close()
 
     def covers(self, address: int, length_bytes: int) -> bool:
         """Whether those bytes lie inside."""
         return self._begin <= address and address + length_bytes <= self._begin + self.length_bytes
 
-    def fragments(self, address: int, length_bytes: int) -> list[Fragment]:
-        """Those bytes, cut where regions meet."""
+    def places(self, address: int, length_bytes: int) -> list[Place]:
+        """Those bytes, cut where regions meet; without PLACE_GOES_ON."""
         found = []
         at = address - self._begin
         while length_bytes > 0:
             number, offset = divmod(at, self._piece_bytes)
             take = min(length_bytes, self._piece_bytes - offset)
-            found.append(Fragment(self.regions[number][0], offset, take))
+            found.append(Place(self.regions[number][0], offset, take))
             at += take
             length_bytes -= take
         return found
@@ -140,7 +114,7 @@ class HeldMemory:
 class RegionCache:
     """The client's registered memory, the least recently used of what nobody uses going first over the bound.
 
-    Not thread-safe.
+    Thread-safe.
     """
 
     def __init__(
@@ -165,6 +139,9 @@ class RegionCache:
         self._on_close = on_close
         self._kept: OrderedDict[int, HeldMemory] = OrderedDict()  # by id() of the owner, oldest use first
         self._watches: dict[int, weakref.ref[object]] = {}
+        self._ended: deque[tuple[int, HeldMemory]] = deque()  # freed, and still listed
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._next_id = 1
         self.registered_bytes = 0
         self.registered_count = 0
@@ -181,16 +158,17 @@ class RegionCache:
         if owner is None:
             return self.hold_address(address, length)
         key = id(owner)
-        known = self._kept.get(key)
-        if known is not None and known.covers(address, length):
-            self._kept.move_to_end(key)
-            self.hits += 1
-        else:
-            if known is not None:
-                self._forget(key)  # another view of it: what follows covers both
-            known = self._keep(key, owner, address, length)
-        known.users += 1
-        return known
+        with self._changing():
+            known = self._kept.get(key)
+            if known is not None and known.covers(address, length):
+                self._kept.move_to_end(key)
+                self.hits += 1
+            else:
+                if known is not None:
+                    self._forget(key)  # another view of it: what follows covers both
+                known = self._keep(key, owner, address, length)
+            known.users += 1
+            return known
 
     def hold_address(self, address: int, length_bytes: int) -> HeldMemory:
         """Memory that nobody here owns, for one call. Give it to `release`.
@@ -199,21 +177,34 @@ class RegionCache:
             Overloaded: all that may be registered is in use.
             Unavailable: the system refuses; the text names the limit and the fix.
         """
-        held = self._new(address, length_bytes)
-        held.users = 1
-        return held
+        with self._changing():
+            held = self._new(address, length_bytes)
+            held.users = 1
+            return held
 
     def release(self, held: HeldMemory) -> None:
         """The call is over, and nobody moves its bytes any more."""
-        held.users -= 1
-        assert held.users >= 0
-        if not held.users and not any(kept is held for kept in self._kept.values()):
-            self._close(held)
+        with self._changing():
+            held.users -= 1
+            assert held.users >= 0
+            if not held.users and not held.is_kept:
+                self._close(held)
 
     def close(self) -> None:
         """Deregisters everything; nothing may be in use."""
-        for key in list(self._kept):
-            self._forget(key)
+        with self._changing():
+            for key in list(self._kept):
+                self._forget(key)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Holds the lock; memory that has been freed before, or is meanwhile, is let go of."""
+        try:
+            with self._lock:
+                self._drop_ended()
+                yield
+        finally:
+            self._let_go()
 
     def _keep(self, key: int, owner: object, address: int, length_bytes: int) -> HeldMemory:
         whole = _extent_of(owner)
@@ -222,13 +213,33 @@ class RegionCache:
             if begin <= address and address + length_bytes <= begin + length:
                 address, length_bytes = whole
         held = self._new(address, length_bytes)
+        held.is_kept = True
         self._kept[key] = held
 
         def ended(_: object) -> None:
-            self._forget(key)
+            # called anywhere, also in a thread that holds the lock, and in a forked child, whose devices these are not
+            if os.getpid() == self._pid:
+                if not held.users:
+                    held.deregister()
+                self._ended.append((key, held))
+                self._let_go()
 
         self._watches[key] = weakref.ref(owner, ended)
         return held
+
+    def _let_go(self) -> None:
+        """Drops what has been freed, unless somebody holds the lock: then he will."""
+        while self._ended and self._lock.acquire(blocking=False):
+            try:
+                self._drop_ended()
+            finally:
+                self._lock.release()
+
+    def _drop_ended(self) -> None:
+        while self._ended:
+            key, held = self._ended.popleft()
+            if self._kept.get(key) is held:
+                self._forget(key)
 
     def _new(self, address: int, length_bytes: int) -> HeldMemory:
         self.misses += 1
@@ -250,10 +261,10 @@ class RegionCache:
 
     def _make_room(self, length_bytes: int) -> None:
         count = -(-length_bytes // self._region_bytes_max)
-        if length_bytes > self._bytes_max or count > REGIONS_PER_CLIENT_MAX:
+        if length_bytes > self._bytes_max or count > REGIONS_PER_CONNECTION_MAX:
             raise Overloaded(
                 f"{length_bytes} bytes are {count} regions; at most {self._bytes_max} bytes in "
-                f"{REGIONS_PER_CLIENT_MAX} regions may be registered: pass less at once, or raise the bound"
+                f"{REGIONS_PER_CONNECTION_MAX} regions may be registered: pass less at once, or raise the bound"
             )
         for key in [key for key, held in self._kept.items() if not held.users]:
             if self._fits(length_bytes, count):
@@ -267,58 +278,52 @@ class RegionCache:
 
     def _fits(self, length_bytes: int, count: int) -> bool:
         fits_bytes = self.registered_bytes + length_bytes <= self._bytes_max
-        return fits_bytes and self.registered_count + count <= REGIONS_PER_CLIENT_MAX
+        return fits_bytes and self.registered_count + count <= REGIONS_PER_CONNECTION_MAX
 
     def _forget(self, key: int) -> None:
         held = self._kept.pop(key, None)
         self._watches.pop(key, None)
-        if held is not None and not held.users:
-            self._close(held)
+        if held is not None:
+            held.is_kept = False
+            if not held.users:
+                self._close(held)
 
     def _close(self, held: HeldMemory) -> None:
-        for _, region in held.regions:
-            region.close()
+        held.deregister()
         self.registered_bytes -= held.length_bytes
         self.registered_count -= len(held.regions)
         self._on_close([number for number, _ in held.regions])
 
 
-class RegionTable:
+class ClientRegions:
     """What a node knows of one client's regions. The client's device has the last word on every access."""
 
-    __slots__ = ("_known",)
+    __slots__ = ("_table",)
 
     def __init__(self) -> None:
-        self._known: dict[int, RegionDescriptor] = {}
+        self._table: RegionTable[RegionDescriptor] = RegionTable(regions_max=REGIONS_PER_CONNECTION_MAX)
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._table)
 
     def learn(self, descriptors: Sequence[RegionDescriptor]) -> None:
-        """New regions, or newer ones. Raises InvalidRequest: too many, or one that is none."""
+        """New regions, or newer ones. Raises InvalidRequest for one that is none, Overloaded for too many."""
         for one in descriptors:
-            if not one.length_bytes or one.address + one.length_bytes > 1 << 64:
-                raise InvalidRequest(f"region {one.id} of {one.length_bytes} bytes at {one.address:#x} is none")
-            if one.id not in self._known and len(self._known) >= REGIONS_PER_CLIENT_MAX:
-                raise InvalidRequest(f"a client may name {REGIONS_PER_CLIENT_MAX} regions; close some, or larger ones")
-            self._known[one.id] = one
+            if not one.length_bytes or one.address + one.length_bytes > 1 << 64 or one.region >= PLACE_GOES_ON:
+                raise InvalidRequest(f"region {one.region} of {one.length_bytes} bytes at {one.address:#x} is none")
+            self._table.drop(one.region)
+            self._table.check_new(one.region)
+            self._table.add(one.region, one, one.length_bytes)
 
-    def forget(self, ids: Sequence[int]) -> None:
+    def forget(self, regions: Sequence[int]) -> None:
         """Regions that are no more."""
-        for number in ids:
-            self._known.pop(number, None)
+        for region in regions:
+            self._table.drop(region)
 
-    def resolve(self, fragment: Fragment) -> tuple[int, int]:
-        """Address and remote key of a fragment. Raises InvalidRequest: unknown, or longer than its region."""
-        known = self._known.get(fragment.region)
-        if known is None:
-            raise InvalidRequest(f"region {fragment.region} is not known here; describe it first")
-        if fragment.offset_bytes + fragment.length_bytes > known.length_bytes:
-            raise InvalidRequest(
-                f"bytes {fragment.offset_bytes} to {fragment.offset_bytes + fragment.length_bytes} are not inside "
-                f"region {fragment.region}, which has {known.length_bytes}"
-            )
-        return known.address + fragment.offset_bytes, known.remote_key
+    def resolve(self, place: Place) -> tuple[int, int, int]:
+        """Address, length and remote key of a place. Raises InvalidRequest: unknown, or longer than its region."""
+        known = self._table.find(place)
+        return known.address + place.offset, place.length_bytes, known.remote_key
 
 
 def _explained(failure: VerbsFailure, length_bytes: int, registered_bytes: int) -> Unavailable:

@@ -1,0 +1,355 @@
+"""`kvstore serve --transport rdma` on one machine, a client on another: python -m tests.rdma.guest.served ROLE BACKEND
+
+The client puts and gets, compares every byte, and breaks what can break: a peer in mid-transfer, a key, a region, the
+limit of locked memory, the worker, the wire. It asks the node's side for what only happens there by lines over TCP.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from kvstore.limits import KiB, MiB
+from kvstore.testing.serve_process import Ready, ServeProcess
+from kvstore.transport.rdma.backends import LIBRARY_VARIABLE
+from kvstore.transport.rdma.regions import HeldMemory
+from kvstore.transport.tcp import listen_tcp
+from kvstore.types.layout import KVLayout
+from kvstore.types.namespace import Namespace
+from kvstore_client import Hit, KVClient, Stored
+from kvstore_client.namespace_handle import BoundNamespace
+from kvstore_client.rdma import RdmaPort
+from tests.rdma.network import ADDRESSES, GID_INDEX
+
+GRPC_PORT: Final = 7400
+CONTROL_PORT: Final = 7499
+CHUNK: Final = 256 * KiB
+COUNT: Final = 16
+TOTAL: Final = COUNT * CHUNK
+WAIT_S: Final = 200
+WIRE_RATIO_MAX: Final = 1.03
+DOWN_S: Final = 6  # longer than a pair tries again
+NOBODY: Final = 65534
+LOCKED_BYTES: Final = 8 * MiB
+
+
+# --- the node's side ----------------------------------------------------------------------------------------------
+def node(backend: str) -> None:
+    folder = Path("/run/tmp/node")
+    folder.mkdir()
+    addresses = ["--host", ADDRESSES[0], "--insecure", "", "--grpc-port", str(GRPC_PORT), "--data-port", "7401"]
+    memory = ["--cache", "32MiB", "--staging", "48MiB", "--capacity", "64MiB"]
+    listening = listen_tcp(ADDRESSES[0], CONTROL_PORT)
+    listening.setblocking(True)
+    with ServeProcess(
+        folder, "--transport", "rdma", *addresses, *memory, environment={LIBRARY_VARIABLE: backend}
+    ) as it:
+        ready = it.wait_ready(seconds=WAIT_S)
+        assert "RDMA: rxe0:1" in it.log, it.log
+        connected, _ = listening.accept()
+        with connected, connected.makefile("rw") as lines:
+            for line in lines:
+                if line == "quit\n":
+                    break
+                lines.write(json.dumps(carry_out(line.split(), ready)) + "\n")
+                lines.flush()
+        it.terminate()
+        assert it.wait_exit() == 0, it.log
+        assert "Traceback" not in it.log, it.log
+    if backend == "ibverbs":
+        refused(folder / "short")
+
+
+def carry_out(words: list[str], ready: Ready) -> object:
+    """What the client asks for."""
+    if words[0] == "metrics":
+        text = urllib.request.urlopen(f"http://{ready.metrics}/metrics", timeout=60).read().decode()
+        return {
+            name: float(value)
+            for name, value in re.findall(r"^kvstore_rdma_(\w+?)(?:_total)? ([0-9.e+]+)$", text, re.M)
+        }
+    if words[0] == "kill-worker":
+        children = Path(f"/proc/{ready.pid}/task/{ready.pid}/children").read_text().split()
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+        return len(children)
+    subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # of perftest
+    return 0
+
+
+def refused(folder: Path) -> None:
+    """A node that may lock 8 MiB, and needs more, says so at its start."""
+    folder.mkdir()
+    confined = ["setpriv", "--bounding-set", "-ipc_lock", "prlimit", f"--memlock={LOCKED_BYTES}"]
+    usual = [
+        "--data-dir",
+        str(folder),
+        "--capacity",
+        "64MiB",
+        "--cache",
+        "0",
+        "--staging",
+        "48MiB",
+        "--transport",
+        "rdma",
+    ]
+    ports = ["--grpc-port", "0", "--data-port", "0", "--metrics-port", "0", "--host", "127.0.0.1"]
+    command = [*confined, sys.executable, "-m", "kvstore", "serve", *usual, *ports]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode != 0
+    assert "transport rdma cannot be had" in done.stdout + done.stderr, done.stderr
+    assert "ulimit -l unlimited" in done.stdout + done.stderr, done.stderr
+
+
+# --- the client's side --------------------------------------------------------------------------------------------
+class Bench:
+    """A client with what it has stored, and the line to the node's side."""
+
+    def __init__(self) -> None:
+        end = time.monotonic() + WAIT_S
+        while True:
+            try:
+                self._held = socket.create_connection((ADDRESSES[0], CONTROL_PORT), 2)
+                break
+            except OSError:
+                assert time.monotonic() < end, "the node's side never listened"
+                time.sleep(0.2)
+        self._held.settimeout(WAIT_S)
+        self._lines = self._held.makefile("rw")
+        self.ask("metrics")  # answered once it serves
+        self.client = connect()
+        self.values = np.random.default_rng(5).integers(0, 256, (COUNT, CHUNK), np.uint8)
+        self.ns = namespace_of(self.client)
+        self.keys = self.ns.keys(list(range(16 * COUNT)))
+
+    def ask(self, line: str) -> dict[str, float]:
+        self._lines.write(line + "\n")
+        self._lines.flush()
+        answer = json.loads(self._lines.readline())
+        return answer if isinstance(answer, dict) else {"answer": answer}
+
+    def quit(self) -> None:
+        self.client.close()
+        self._lines.write("quit\n")
+        self._lines.flush()
+
+    @property
+    def port(self) -> RdmaPort:
+        [port] = set(self.client.session().core.rdma._by_host.values())
+        return port
+
+    def get(self, memory: np.ndarray) -> bool:
+        """Reads all; whether all were hits. A hit is compared."""
+        memory[:] = 0
+        outcomes = self.ns.get_into(self.keys, list(memory))
+        for at, outcome in enumerate(outcomes):
+            assert not isinstance(outcome, Hit) or np.array_equal(memory[at], self.values[at]), f"wrong bytes in {at}"
+        return all(isinstance(one, Hit) for one in outcomes)
+
+    def placed(self) -> float:
+        return self.ask("metrics")["placed_bytes"]
+
+    def until_placed(self, memory: np.ndarray, what: str) -> None:
+        """Until payload goes one-sided again, whole."""
+        end = time.monotonic() + WAIT_S
+        while True:
+            before = self.ask("metrics")
+            if self.get(memory):
+                after = self.ask("metrics")
+                if after["placed_bytes"] - before.get("placed_bytes", 0) == TOTAL:
+                    return
+            assert time.monotonic() < end, f"RDMA did not come back after {what}: {self.client.transports()}"
+            time.sleep(0.1)
+
+
+def connect() -> KVClient:
+    return KVClient.connect(f"{ADDRESSES[0]}:{GRPC_PORT}", transport="rdma", deadline=60)
+
+
+def namespace_of(client: KVClient) -> BoundNamespace:
+    layout = KVLayout.opaque(chunk_bytes=CHUNK, chunk_tokens=16)
+    return client.namespace(Namespace(tenant="default", model="m", weights="w", layout=layout))
+
+
+def wire_bytes(way: str) -> int:
+    return int(Path(f"/sys/class/net/eth0/statistics/{way}_bytes").read_text())
+
+
+def packets(way: str) -> int:
+    return int(Path(f"/sys/class/infiniband/rxe0/ports/1/hw_counters/{way}_pkts").read_text())
+
+
+def client(backend: str) -> None:
+    os.environ[LIBRARY_VARIABLE] = backend
+    bench = Bench()
+    memory = np.zeros((COUNT, CHUNK), np.uint8)
+    moved_both_ways(bench, memory, backend)
+    wrong_key(bench)
+    if backend == "ibverbs":
+        region_gone(bench)
+        killed_reader(bench, memory)
+        short_of_locked_memory(bench)
+        wire_down(bench, memory)
+        killed_worker(bench, memory)
+        perftest(bench)
+    bench.quit()
+
+
+def moved_both_ways(bench: Bench, memory: np.ndarray, backend: str) -> None:
+    rates = []
+    wire, sent, begin = wire_bytes("tx"), packets("sent"), time.monotonic()
+    outcomes = bench.ns.put(bench.keys, list(bench.values))
+    rates.append(TOTAL / (time.monotonic() - begin) / 1e6)
+    assert all(isinstance(one, Stored) for one in outcomes), outcomes
+    put_ratio = (wire_bytes("tx") - wire) / TOTAL
+    assert packets("sent") - sent >= TOTAL / 4096, "it did not go by RDMA"
+    assert bench.get(memory)  # makes the other pair, and registers
+    wire, begin = wire_bytes("rx"), time.monotonic()
+    assert bench.get(memory)
+    rates.append(TOTAL / (time.monotonic() - begin) / 1e6)
+    get_ratio = (wire_bytes("rx") - wire) / TOTAL
+    assert set(bench.client.transports().values()) <= {"rdma rxe0:1", "tcp: transport tcp is set"}
+    time.sleep(1)  # the node counts its pairs now and then
+    after = bench.ask("metrics")
+    assert after["pulled_bytes"] == TOTAL
+    assert after["placed_bytes"] == 2 * TOTAL
+    assert after["fallback_bytes"] == 0
+    assert after["pairs"] == 2
+    print(
+        f"measured: served, {backend}: put {rates[0]:.1f} MB/s, get {rates[1]:.1f} MB/s; wire bytes {put_ratio:.3f} "
+        f"and {get_ratio:.3f} of the payload"
+    )
+    assert put_ratio <= WIRE_RATIO_MAX
+    assert get_ratio <= WIRE_RATIO_MAX
+
+
+def held_by(bench: Bench, memory: np.ndarray) -> HeldMemory:
+    held = bench.port.cache.hold(memoryview(memory).cast("B"))
+    bench.port.cache.release(held)
+    return held
+
+
+def wrong_key(bench: Bench) -> None:
+    other = np.zeros((COUNT, CHUNK), np.uint8)
+    held = held_by(bench, other)
+    [right] = held.descriptors
+    held.descriptors = [right._replace(remote_key=right.remote_key ^ 0x1F00)]
+    before = bench.ask("metrics")
+    assert bench.get(other)
+    after = bench.ask("metrics")
+    assert after["fallback_bytes"] > before["fallback_bytes"]
+    held.descriptors = [right]
+    assert bench.get(other)
+    assert bench.placed() - after["placed_bytes"] == TOTAL, "the region was told anew, and the next pair made at once"
+
+
+def region_gone(bench: Bench) -> None:
+    other = np.zeros((COUNT, CHUNK), np.uint8)
+    held_by(bench, other).deregister()
+    before = bench.ask("metrics")
+    assert bench.get(other)
+    after = bench.ask("metrics")
+    assert after["fallback_bytes"] > before["fallback_bytes"]
+    assert after["pairs_broken"] >= before["pairs_broken"]
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Runs it in a fork, whose client is its own; its process id."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
+def killed_reader(bench: Bench, memory: np.ndarray) -> None:
+    ours, theirs = os.pipe()
+
+    def read_on() -> None:
+        while True:
+            assert bench.get(memory)  # a private copy of its pages
+            os.write(theirs, b".")
+
+    child = in_child(read_on)
+    assert os.read(ours, 1) == b"."
+    time.sleep(0.05)  # it is in the middle of the next one
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    bench.until_placed(memory, "a client was killed")
+
+
+def short_of_locked_memory(bench: Bench) -> None:
+    def read() -> None:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (LOCKED_BYTES, LOCKED_BYTES))
+        os.setuid(NOBODY)
+        large = np.zeros((4 * COUNT, CHUNK), np.uint8)
+        assert bench.get(large[:COUNT])
+        said = "; ".join(bench.client.transports().values())
+        assert "ulimit -l unlimited" in said, said
+        before = bench.placed()
+        small = np.zeros((COUNT, CHUNK), np.uint8)
+        assert bench.get(small)
+        assert bench.placed() - before == TOTAL
+
+    child = in_child(read)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the client with 8 MiB of locked memory failed"
+
+
+def wire_down(bench: Bench, memory: np.ndarray) -> None:
+    before = bench.ask("metrics")
+    subprocess.Popen(["sh", "-c", f"ip link set eth0 down; sleep {DOWN_S}; ip link set eth0 up"])
+    end = time.monotonic() + DOWN_S
+    while time.monotonic() < end:
+        bench.get(memory)  # late, or in frames; never wrong
+    begin = time.monotonic()
+    bench.until_placed(memory, "the wire was down")
+    took = time.monotonic() - begin
+    begin = time.monotonic()
+    assert bench.get(memory)
+    rate = TOTAL / (time.monotonic() - begin) / 1e6
+    broken = bench.ask("metrics")["pairs_broken"] - before["pairs_broken"]
+    print(
+        f"measured: wire down for {DOWN_S} s: {broken:.0f} pairs broke, RDMA again after {took:.1f} s, "
+        f"get {rate:.1f} MB/s"
+    )
+
+
+def killed_worker(bench: Bench, memory: np.ndarray) -> None:
+    bench.ask("kill-worker")
+    bench.get(memory)
+    bench.until_placed(memory, "the worker was killed")
+
+
+def perftest(bench: Bench) -> None:
+    for program in ("ib_write_bw", "ib_read_bw"):
+        usual = f"-d rxe0 -x {GID_INDEX} -s {CHUNK} -n 16 -F"
+        bench.ask(f"{program} {usual}")
+        for _ in range(100):
+            done = subprocess.run([program, *usual.split(), ADDRESSES[0]], capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                break
+            time.sleep(0.3)
+        row = next((line for line in done.stdout.splitlines() if line.split()[:1] == [str(CHUNK)]), "")
+        print(f"measured: {program}, 256 KiB: {row.split()[3] if row else done.stderr.strip()} MB/s")
+
+
+if __name__ == "__main__":
+    node(sys.argv[2]) if sys.argv[1] == "node" else client(sys.argv[2])
+    print(f"{sys.argv[1]}: all as it should be")
