@@ -66,7 +66,8 @@ class ReadLane:
         exchange = self._exchange
         if exchange is None:
             self._view = view
-            self._exchange = exchange = answer_exchange(connection.channel.connected, view)
+            channel = connection.channel
+            self._exchange = exchange = answer_exchange(channel.connected, view, channel.on_descriptors)
         try:
             got = exchange.receive()
         except OSError as error:

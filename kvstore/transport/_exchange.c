@@ -37,6 +37,7 @@
 #define KV_KEY 32
 #define KV_HEAD_MAX 4096    /* header, slice and CRC table of one record */
 #define KV_FORMS 2          /* kinds of GET that a node compares with */
+#define KV_DESCRIPTORS 16   /* that may come with one receive; more are closed by the kernel, and it says so */
 
 static uint32_t crc_words[256];
 
@@ -278,16 +279,18 @@ typedef struct {
     int handle, form_next, has_view;
     Py_ssize_t key_at;
     Py_buffer view;
+    PyObject *on_descriptors; /* NULL: none can come */
     struct form forms[KV_FORMS];
 } Answer;
 
 static int answer_init(Answer *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"handle", "view", "key_at", NULL};
-    PyObject *view;
+    static char *names[] = {"handle", "view", "key_at", "on_descriptors", NULL};
+    PyObject *view, *on_descriptors;
     int handle;
     Py_ssize_t key_at;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$iOn", names, &handle, &view, &key_at))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$iOnO", names, &handle, &view, &key_at,
+                                     &on_descriptors))
         return -1;
     if (self->has_view || key_at < KV_HEADER || key_at > (Py_ssize_t)sizeof self->forms[0].frame - KV_KEY) {
         PyErr_SetString(PyExc_ValueError, "no place for the key of a GET");
@@ -296,16 +299,56 @@ static int answer_init(Answer *self, PyObject *args, PyObject *kwargs)
     if (PyObject_GetBuffer(view, &self->view, PyBUF_WRITABLE) < 0)
         return -1;
     self->has_view = 1;
+    self->on_descriptors = on_descriptors == Py_None ? NULL : Py_NewRef(on_descriptors);
     self->handle = handle;
     self->key_at = key_at;
     return 0;
 }
 
+static int answer_traverse(Answer *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->on_descriptors);
+    return 0;
+}
+
+static int answer_clear(Answer *self)
+{
+    Py_CLEAR(self->on_descriptors);
+    return 0;
+}
+
 static void answer_dealloc(Answer *self)
 {
+    PyObject_GC_UnTrack(self);
+    answer_clear(self);
     if (self->has_view)
         PyBuffer_Release(&self->view);
     Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* Gives away the descriptors that came, whose owner closes them; false with an exception set. */
+static int hand_over(Answer *self, struct msghdr *message)
+{
+    PyObject *found = PyList_New(0);
+    for (struct cmsghdr *one = CMSG_FIRSTHDR(message); found && one; one = CMSG_NXTHDR(message, one)) {
+        if (one->cmsg_level != SOL_SOCKET || one->cmsg_type != SCM_RIGHTS)
+            continue;
+        size_t count = (one->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+        for (size_t at = 0; found && at < count; at++) {
+            int descriptor;
+            memcpy(&descriptor, CMSG_DATA(one) + at * sizeof(int), sizeof(int));
+            PyObject *number = PyLong_FromLong(descriptor);
+            if (!number || PyList_Append(found, number) < 0)
+                Py_CLEAR(found);
+            Py_XDECREF(number);
+        }
+    }
+    if (!found)
+        return 0; /* no memory for a list of small numbers: the worker is ending */
+    PyObject *none = PyObject_CallFunction(self->on_descriptors, "Oi", found, !!(message->msg_flags & MSG_CTRUNC));
+    Py_DECREF(found);
+    Py_XDECREF(none);
+    return none != NULL;
 }
 
 static int is_made(Answer *self)
@@ -321,12 +364,27 @@ static PyObject *answer_receive(Answer *self, PyObject *Py_UNUSED(none))
         return NULL;
     unsigned char *frame = self->view.buf;
     ssize_t count;
+    union {
+        struct cmsghdr align;
+        char room[CMSG_SPACE(KV_DESCRIPTORS * sizeof(int))];
+    } control;
+    struct iovec part = {frame, (size_t)self->view.len};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
     do {
         /* it does not wait: to let go of the GIL would cost more than the copy of a request */
-        count = recv(self->handle, frame, (size_t)self->view.len, MSG_DONTWAIT);
+        if (self->on_descriptors) {
+            message.msg_control = control.room;
+            message.msg_controllen = sizeof control.room;
+            count = recvmsg(self->handle, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+        } else {
+            count = recv(self->handle, frame, (size_t)self->view.len, MSG_DONTWAIT);
+        }
     } while (count < 0 && errno == EINTR && !PyErr_CheckSignals());
     if (count < 0)
         return PyErr_Occurred() ? NULL : os_error();
+    if (self->on_descriptors && (message.msg_controllen || message.msg_flags & MSG_CTRUNC) &&
+        !hand_over(self, &message))
+        return NULL;
     Py_ssize_t key_at = self->key_at, behind = key_at + KV_KEY;
     for (const struct form *form = self->forms; form < self->forms + KV_FORMS; form++)
         if (count == form->frame_bytes && count && !memcmp(frame, form->frame, KV_ID_AT) &&
@@ -409,7 +467,9 @@ static PyTypeObject answer_type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "kvstore.transport._exchange.AnswerExchange",
     .tp_basicsize = sizeof(Answer),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_traverse = (traverseproc)answer_traverse,
+    .tp_clear = (inquiry)answer_clear,
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)answer_init,
     .tp_dealloc = (destructor)answer_dealloc,
@@ -450,7 +510,8 @@ PyMODINIT_FUNC PyInit__exchange(void)
 #endif
     PyObject *made = PyModule_Create(&module);
     if (!made || PyModule_AddType(made, &read_type) < 0 || PyModule_AddType(made, &answer_type) < 0 ||
-        PyModule_AddIntConstant(made, "HEAD_BYTES_MAX", KV_HEAD_MAX) < 0) {
+        PyModule_AddIntConstant(made, "HEAD_BYTES_MAX", KV_HEAD_MAX) < 0 ||
+        PyModule_AddIntConstant(made, "DESCRIPTORS_MAX", KV_DESCRIPTORS) < 0) {
         Py_XDECREF(made);
         return NULL;
     }

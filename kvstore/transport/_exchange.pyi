@@ -1,7 +1,9 @@
 """Types of the compiled exchanges, _exchange.c; `exchange.py` describes each call."""
 
+from collections.abc import Callable
 from typing import Final
 
+DESCRIPTORS_MAX: Final[int]
 HEAD_BYTES_MAX: Final[int]
 
 class ReadExchange:
@@ -12,7 +14,9 @@ class ReadExchange:
     ) -> tuple[int, int, bytes, bytes] | bytes | None: ...
 
 class AnswerExchange:
-    def __init__(self, *, handle: object, view: memoryview, key_at: int) -> None: ...
+    def __init__(
+        self, *, handle: object, view: memoryview, key_at: int, on_descriptors: Callable[[list[int], bool], None] | None
+    ) -> None: ...
     def receive(self) -> tuple[int, int, bytes] | int: ...
     def learn(self, frame_bytes: int, /) -> None: ...
     def answer(self, head: bytes, payload: memoryview, request_id: int, epoch: int, /) -> int: ...

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Callable
 from typing import Final, Protocol, TypeAlias
 
-from kvstore.limits import CHECKSUM_BYTES_MIN, DIGEST_BYTES, SLICE_BYTES_MAX
+from kvstore.limits import CHECKSUM_BYTES_MIN, DIGEST_BYTES, REGION_DESCRIPTORS_WAITING_MAX, SLICE_BYTES_MAX
 from kvstore.types.checksum import crc32c
 from kvstore.wire.expected import DATA_START
 from kvstore.wire.header import HEADER_BYTES
@@ -27,6 +28,7 @@ else:
     IS_COMPILED = True
     HOW = "compiled"
     assert HEADER_BYTES + DESCRIPTOR_BYTES + SLICE_BYTES_MAX // CHECKSUM_BYTES_MIN * 4 <= _exchange.HEAD_BYTES_MAX
+    assert REGION_DESCRIPTORS_WAITING_MAX <= _exchange.DESCRIPTORS_MAX
 
 _SEND_FLAGS: Final = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
 _FORMS_MAX: Final = 2  # kinds of GET that a node compares with: deadlines of four bytes and of eight
@@ -36,6 +38,9 @@ _Head = tuple[bytearray, memoryview, memoryview]
 
 Handle: TypeAlias = "socket.socket | int"
 """A connected socket as an exchange takes it, from `handle_of`. It stays the connection's."""
+
+OnDescriptors: TypeAlias = Callable[[list[int], bool], None]
+"""Takes over descriptors that were received; True when more came and are lost."""
 
 Answer: TypeAlias = tuple[int, int, bytes, bytes]
 """How much of the payload has come, the node's epoch, content id and CRC table of the record."""
@@ -108,16 +113,22 @@ def read_exchange(namespace: bytes, deadline_ns: int, *, record_bytes: int, bloc
     return _exchange.ReadExchange(frame=frame, head=data.example, key_at=GET_KEY_AT, record_bytes=record_bytes)
 
 
-def answer_exchange(connected: socket.socket, view: memoryview) -> AnswerExchange:
+def answer_exchange(
+    connected: socket.socket, view: memoryview, on_descriptors: OnDescriptors | None = None
+) -> AnswerExchange:
     """The node's end.
 
     Args:
         connected: Non-blocking; not closed while the exchange is used.
         view: Where requests are received; longer than a GET of one record.
+        on_descriptors: Owns those that come with the bytes of a Unix socket, and is told when more came than
+            there is room for. In Python `connected` itself keeps them.
     """
     if not IS_COMPILED or connected.family == socket.AF_UNIX:  # descriptors come with its bytes, which recv(2) loses
         return PureAnswerExchange(connected, view)
-    return _exchange.AnswerExchange(handle=connected.fileno(), view=view, key_at=GET_KEY_AT)
+    return _exchange.AnswerExchange(
+        handle=connected.fileno(), view=view, key_at=GET_KEY_AT, on_descriptors=on_descriptors
+    )
 
 
 class PureReadExchange:

@@ -16,6 +16,7 @@ from typing import Final
 from kvstore.errors import Denied, InvalidRequest
 from kvstore.limits import FRAME_AIM_BYTES, REGION_DESCRIPTORS_WAITING_MAX
 from kvstore.transport.base import FetchEvents, Landing
+from kvstore.transport.exchange import OnDescriptors
 from kvstore.transport.shm import is_trusted, peer_of
 from kvstore.transport.shm_regions import MappedMemory, Regions
 from kvstore.transport.tcp_node import OtherPayload, TcpNodeChannel
@@ -62,12 +63,16 @@ class DescriptorSocket(socket.socket):
         return count
 
     def _keep(self, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> None:
+        found = array.array("i")
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                found = array.array("i")
                 found.frombytes(data[: len(data) - len(data) % _FD_BYTES])
-                self.descriptors.extend(found)
-        if flags & socket.MSG_CTRUNC or len(self.descriptors) > REGION_DESCRIPTORS_WAITING_MAX:
+        self.keep(found.tolist(), bool(flags & socket.MSG_CTRUNC))
+
+    def keep(self, found: Sequence[int], has_lost: bool) -> None:
+        """Takes over descriptors that were received; `has_lost` when more came, and are gone."""
+        self.descriptors.extend(found)
+        if has_lost or len(self.descriptors) > REGION_DESCRIPTORS_WAITING_MAX:
             self.lost = True
             self.drop_descriptors()
 
@@ -103,6 +108,11 @@ class ShmNodeChannel(TcpNodeChannel):
         self._places_id = -1  # its request id
         self._taken_from: Sequence[memoryview] = ()  # of the last OFFER_FROM
         self._taken_id = -1
+
+    @property
+    def on_descriptors(self) -> OnDescriptors:
+        """Who keeps the descriptors of whoever receives past the channel."""
+        return self._descriptors.keep
 
     def check_peer(self) -> None:
         """Raises Denied when the client's process is not one to share memory with."""

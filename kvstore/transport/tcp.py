@@ -14,6 +14,7 @@ from typing import Final
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from kvstore.limits import IO_VECTORS_MAX, SECOND_NS
+from kvstore.transport.exchange import OnDescriptors
 from kvstore.wire.frames import Frame, FrameReader, FrameWriter
 from kvstore.wire.schema import Message
 
@@ -122,6 +123,11 @@ class TcpChannel:
     def connected(self) -> socket.socket:
         """The socket, for who does with it in one step what is several here; it stays this channel's."""
         return self._socket
+
+    @property
+    def on_descriptors(self) -> OnDescriptors | None:
+        """Who takes the descriptors that come with the bytes; None where there can't be any."""
+        return None
 
     def took_none(self, error: OSError) -> int:
         """0 after a call that the socket only put off. Raises Unavailable after any other error."""

@@ -136,7 +136,7 @@ def test_the_compiled_part_refuses_what_it_has_no_room_for() -> None:
         made.send(0, 1, 2, b"short")
     with pytest.raises(BufferError):
         made.receive(0, 1, memoryview(bytes(8)))
-    node = _exchange.AnswerExchange(handle=0, view=view, key_at=67)
+    node = _exchange.AnswerExchange(handle=0, view=view, key_at=67, on_descriptors=None)
     for length in (-1, 10, 98, 300, 9000):
         with pytest.raises(ValueError, match="no GET"):
             node.learn(length)
