@@ -34,6 +34,7 @@ from kvstore.server.tenants import TenantBook
 from kvstore.server.worker_verbs import Moved, Started, WorkerVerbs
 from kvstore.telemetry.logs import LogFormat, LogLevel, configure
 from kvstore.telemetry.metrics import DataplaneMetrics, RdmaMetrics
+from kvstore.transport import exchange
 from kvstore.transport.shm import host_id, listen_unix
 from kvstore.transport.tcp import address_of, listen_tcp
 from kvstore.wire.shared import LocalReply
@@ -322,6 +323,12 @@ def allow_descriptors() -> None:
         )
 
 
+def tell_exchange() -> None:
+    """Says what single reads cost more than they need to, if they do."""
+    if not exchange.IS_COMPILED:
+        log.warning("single reads are exchanged %s; install a wheel, or a C compiler and reinstall", exchange.HOW)
+
+
 def main() -> None:
     """The worker's process, from its one argument on."""
     launch = WorkerLaunch.from_argument(sys.argv[1])
@@ -329,6 +336,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     allow_descriptors()
+    tell_exchange()
     sys.exit(Worker(launch).run())
 
 
