@@ -30,6 +30,7 @@ from kvstore_client.read_shape import incoming_records
 from kvstore_client.read_verbs import MatchAnswer
 from kvstore_client.regions import Item, allocate, refuse_repeated
 from kvstore_client.rounds import Verb, refresh_view
+from kvstore_client.shm_ways import Transport
 from kvstore_client.stats import Counters
 from kvstore_client.writer_verbs import OpenRequest, WriterState
 
@@ -60,12 +61,16 @@ class AsyncKVClient:
         token_file: str | Path | None = None,
         deadline: float | None = None,
         lazy: bool = False,
+        transport: str | Transport | None = None,
         options: ClientOptions | None = None,
     ) -> Self:
         """As `KVClient.connect`."""
         addresses = (address,) if isinstance(address, str) else tuple(address)
         client = cls(
-            addresses, client_options(flow=flow, token=token, token_file=token_file, deadline=deadline, base=options)
+            addresses,
+            client_options(
+                flow=flow, token=token, token_file=token_file, deadline=deadline, transport=transport, base=options
+            ),
         )
         if not lazy:
             try:
@@ -107,6 +112,7 @@ class AsyncKVClient:
         if self._session.is_usable:
             self._session.is_closed = True
             self._session.driver.close()
+            self._session.core.rdma.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -46,7 +46,7 @@ class ClientCore:
         self.pid = os.getpid()
         self.client_id = os.urandom(CLIENT_ID_BYTES)
         self.memory = SharedMemory()
-        self.rdma = RdmaPorts()
+        self.rdma = RdmaPorts(counters)
         self.budget = RetryBudget(time.monotonic_ns())
         self.view: View | None = None
         self.placement: Placement | TargetId | None = None

@@ -7,10 +7,12 @@ pair down is what makes memory quiet, at once, whatever the node still believes.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Final
 
@@ -26,6 +28,7 @@ from kvstore.transport.rdma.regions import RegionCache
 from kvstore.transport.rdma.verbs import Access
 from kvstore.transport.rdma_choice import choose_port
 from kvstore.transport.rdma_ports import read_ports
+from kvstore_client.stats import Counters
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +59,7 @@ class RdmaPort:
         self._users = 0
         self._is_closing = False
         self._is_closed = False
+        _keep_in_children(self)
 
     def begin_use(self) -> None:
         """The port stays open until `end_use`. Raises Closed."""
@@ -90,6 +94,26 @@ class RdmaPort:
             self._is_closed = True
             self.cache.close()
             self.rail.close()
+
+
+_open_ports: Final[weakref.WeakSet[RdmaPort]] = weakref.WeakSet()
+
+
+def _keep_in_children(port: RdmaPort) -> None:
+    """A forked child shares the parent's device: what it frees there, the parent loses. So it never frees any of it."""
+    _watch_forks()
+    _open_ports.add(port)
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_make_immortal)
+
+
+def _make_immortal() -> None:
+    for port in list(_open_ports):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(port))
+    _open_ports.clear()
 
 
 class WorkerLane:
@@ -142,7 +166,8 @@ class RdmaPorts:
         is_used: some worker has agreed on it.
     """
 
-    def __init__(self, opener: Callable[[str], RdmaPort] = open_port) -> None:
+    def __init__(self, counters: Counters, opener: Callable[[str], RdmaPort] = open_port) -> None:
+        self._counters = counters
         self._opener = opener
         self._lock = threading.Lock()
         self._by_host: dict[str, RdmaPort] = {}
@@ -182,6 +207,7 @@ class RdmaPorts:
     def _note(self, reason: str) -> None:
         if not self.reason:
             log.info("payload goes without RDMA: %s", reason)
+            self._counters.rdma_fallbacks += 1
         self.reason = reason
 
     def close_idle(self) -> None:
@@ -199,10 +225,7 @@ class RdmaPorts:
             port.close()
 
     def disown(self) -> None:
-        """In a forked child: the devices are the parent's. Nothing of them is closed or freed here, ever, which would
-        take the parent's memory and queue pairs away."""
-        for port in self._by_host.values():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(port))
+        """In a forked child: the devices are the parent's."""
         self._by_host = {}
 
 
@@ -213,7 +236,7 @@ class RdmaWay:
         is_wanted: the caller allows it.
         is_required: and nothing else.
         port: that is used; None while nothing has been agreed on.
-        reason: why it is not used, for people; "" when it is, or not known yet.
+        reason: why it is not used, or not always, for people; "" when it is, or not known yet.
     """
 
     __slots__ = ("_boot_id", "_lanes", "_ports", "is_required", "is_wanted", "port", "reason")
@@ -240,7 +263,7 @@ class RdmaWay:
                 raise Unavailable("the node does not use RDMA (see its status for why)")
             port = self._ports.port_for(host)
         except KVStoreError as error:
-            self.reason = str(error)
+            self.reason, self.port = str(error), None
             if self.is_required:
                 raise Unavailable(f"transport rdma cannot be used: {error}; use auto to fall back to TCP") from None
             return None

@@ -12,7 +12,7 @@ from kvstore.limits import PLACES_PER_CALL_MAX, REGIONS_PER_CONNECTION_MAX
 from kvstore.transport.rdma.marks import lane_of
 from kvstore.transport.rdma.pair_offer import PairOffer
 from kvstore.transport.rdma.regions import HeldMemory, address_of
-from kvstore.transport.rdma.statuses import Action, Status
+from kvstore.transport.rdma.statuses import Action, Status, name_of
 from kvstore.wire.messages import End, Feature
 from kvstore.wire.pairs import Paired, PairRequest, Probe, RegionDescriptor, Regions, encode_regions
 from kvstore.wire.shared import PLACE_GOES_ON, Place, RegionDrop, encode_places
@@ -140,6 +140,7 @@ class RdmaRegions:
             status = ended.statuses[0] if ended.statuses else int(Status.GENERAL)
             with port.lock:
                 lane.end.probed(status, time.monotonic_ns())
+                self._way.reason = "" if lane.is_ready else f"a READ across the new pair ended as {name_of(status)}"
                 return lane.is_ready
         except KVStoreError as error:
             with port.lock:

@@ -25,6 +25,7 @@ class Counters:
         breaker_opened: Times a target was given up for a while.
         restarts_noticed: Times a target had another boot id.
         pins_lost: Matches whose pin was gone before they ended (node restarted, or ttl over).
+        rdma_fallbacks: 1 when RDMA was allowed and no port could be opened; `transports` says why.
         soft_deadlines: Loads that returned at their soft deadline.
     """
 
@@ -49,6 +50,7 @@ class Counters:
     restarts_noticed: int = 0
     pins_lost: int = 0
     soft_deadlines: int = 0
+    rdma_fallbacks: int = 0
 
     def snapshot(self) -> Mapping[str, int]:
         """All counters by name; those by reason as "load_misses.absent". Never negative, never going back."""

@@ -250,9 +250,9 @@ class TargetLink:
 
     def words_of_way(self) -> str:
         """How payload goes, for people: "shm", "rdma" with the port, or "tcp" and why."""
-        if not self.local.path and self.rdma.port is not None and not self.rdma.reason:
-            return f"rdma {self.rdma.port.name}"
-        return "; ".join(filter(None, (self.local.words(), self.rdma.reason)))
+        if self.local.path or self.rdma.port is None:
+            return "; ".join(filter(None, (self.local.words(), self.rdma.reason)))
+        return ": ".join(filter(None, (f"rdma {self.rdma.port.name}", self.rdma.reason)))
 
     def seen_boot_id(self) -> bytes:
         """Greeting: what the node was when last seen."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore.engine.api import ReadyItem
 from kvstore.limits import FRAME_AIM_BYTES, SLICE_BYTES_MAX, SLICES_PER_FRAME_MAX
-from kvstore.server.piece_call import PieceCall
+from kvstore.server.piece_call import OPEN, PieceCall
 from kvstore.transport.base import PlaceChannel
 from kvstore.wire.header import FrameType
 from kvstore.wire.slices import Slice
@@ -44,6 +44,11 @@ class PlaceCall(PieceCall):
         # END says of memory that nothing moves there any more
         if self._finished and not self._pieces and not self.over and not self._channel.is_moving:
             self._end()
+
+    def cancel(self) -> None:
+        if self._channel.is_moving:
+            self._statuses = bytearray([OPEN]) * len(self._statuses)  # what is halted has not come
+        super().cancel()
 
     def release(self) -> None:
         self._channel.halt()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import random
@@ -22,6 +23,7 @@ from kvstore.types.keys import KeyChain
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore_client import Hit, KVClient, Miss, Stored
+from kvstore_client.aio import AsyncKVClient
 from kvstore_client.namespace_handle import BoundNamespace
 from kvstore_client.rdma import RdmaPort, RdmaPorts
 
@@ -228,6 +230,7 @@ def test_a_client_without_a_port_falls_back_once_with_auto_and_fails_with_rdma(c
         filled(ns, 2)
         assert "no RDMA device here" in client.transports()["t0"]
         assert client.transports()["t0"].startswith("tcp")
+        assert client.stats()["rdma_fallbacks"] == 1
     with connect(town, "rdma") as client:
         client.session().core.rdma._opener = refuse
         ns = namespace_of(client)
@@ -322,3 +325,23 @@ def test_the_worker_copies_no_payload(town: Town) -> None:
     arena = town.engine.cache.arena
     assert all(arena.address <= address <= arena.address + arena.size_bytes - length for _, address, length in large)
     assert framed < COUNT * KiB, "frames say where it lies, no more"
+
+
+def test_the_asynchronous_client_uses_rdma_as_well(cached_town: Town) -> None:
+    town = cached_town
+
+    async def read_and_write() -> None:
+        client = await AsyncKVClient.connect(town.address, lazy=True, transport="rdma")
+        client.session().core.rdma._opener = lambda host: RdmaPort(town.client_rail(), "client0:1")
+        layout = KVLayout.opaque(chunk_bytes=CHUNK, chunk_tokens=16)
+        ns = client.namespace(Namespace(tenant="default", model="async", weights="w", layout=layout))
+        keys = ns.keys(list(range(16 * COUNT)))
+        values = [noise(CHUNK, seed) for seed in range(COUNT)]
+        assert all(isinstance(one, Stored) for one in await ns.put(keys, values))
+        memory = np.zeros((COUNT, CHUNK), np.uint8)
+        assert all(isinstance(one, Hit) for one in await ns.get_into(keys, list(memory)))
+        assert memory.tobytes() == b"".join(values)
+        client.close()
+
+    asyncio.run(read_and_write())
+    assert town.metrics.placed_bytes == town.metrics.pulled_bytes == COUNT * CHUNK

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, cast
 
+from kvstore.limits import FRAME_AIM_BYTES, KiB
 from kvstore.transport.rdma.pair_queue import PairQueue, Transfer
 from kvstore.transport.rdma.verbs import SUCCESS, Completion, Piece, QueuePair, Work
 from kvstore_bench.measure import Row
@@ -25,6 +26,9 @@ _MUST_BATCH_US: Final = 1.0
 def run(*, quick: bool, folder: Path, only: str) -> Iterator[Row]:
     """Rows for each library that is there. `folder` is not used."""
     del folder
+    for record_bytes in (1024 * KiB, 256 * KiB, 64 * KiB):
+        if only in "requests":
+            yield _requests_of(record_bytes)
     rounds, repeats = (3, 2_000) if quick else (9, 20_000)
     for backend in _BACKENDS:
         if only not in f"requests {backend}":
@@ -41,6 +45,22 @@ def run(*, quick: bool, folder: Path, only: str) -> Iterator[Row]:
             )
             name = f"{backend}: queue, post and end, {count} at once"
             yield _row(name, None, rounds, repeats // count, count, _transfer(pair, pieces))
+
+
+def _requests_of(record_bytes: int) -> Row:
+    """What a MiB read in records of one length, each in one region, takes: counted, not timed."""
+    pieces: list[Piece] = [(at, record_bytes, 7, 2 * at, 9) for at in range(0, FRAME_AIM_BYTES, record_bytes)]
+    queue = PairQueue(fence=(0, 0))
+    queue.add(Transfer(Work.WRITE, pieces, lambda status: None))
+    counts = []
+    while (chain := queue.next_chain(1 << 20)) is not None:
+        counts.append(chain.count)
+    return Row(
+        name=f"a MiB in records of {record_bytes // KiB} KiB",
+        unit="work requests",
+        value=float(sum(counts)),
+        details={"posts": float(len(counts))},
+    )
 
 
 def _poster(pair: QueuePair, pieces: list[Piece]) -> Callable[[], None]:

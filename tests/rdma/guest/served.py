@@ -6,6 +6,7 @@ limit of locked memory, the worker, the wire. It asks the node's side for what o
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -198,6 +199,7 @@ def client(backend: str) -> None:
     memory = np.zeros((COUNT, CHUNK), np.uint8)
     moved_both_ways(bench, memory, backend)
     wrong_key(bench)
+    freed_in_child(bench, memory)
     if backend == "ibverbs":
         region_gone(bench)
         killed_reader(bench, memory)
@@ -277,6 +279,19 @@ def in_child(work: Callable[[], None]) -> int:
         finally:
             os._exit(status)
     return child
+
+
+def freed_in_child(bench: Bench, memory: np.ndarray) -> None:
+    """What a child lets go of the parent keeps."""
+
+    def let_go() -> None:
+        vars(bench).clear()
+        gc.collect()
+
+    os.waitpid(in_child(let_go), 0)
+    before = bench.placed()
+    assert bench.get(memory)
+    assert bench.placed() - before == TOTAL
 
 
 def killed_reader(bench: Bench, memory: np.ndarray) -> None:
