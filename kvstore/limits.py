@@ -136,6 +136,8 @@ DETACHED_RANGES_MAX: Final = 64  # of one allocation: more, and all of it goes b
 
 # --- node ------------------------------------------------------------------------------------------------------
 NAMESPACES_MAX: Final = 65_536
+NAMESPACES_PER_TENANT_MAX: Final = 16_384  # where there are tenants: so that one cannot use up the table
+DROPPED_TOLD_MAX: Final = 32_768  # namespaces that were dropped, as one worker tells the others
 CONNECTIONS_MAX: Final = 8_192
 STAGING_BYTES_DEFAULT: Final = 128 * MiB
 CACHE_BYTES_DEFAULT: Final = 1 * GiB
@@ -219,6 +221,8 @@ SHARE_TICK_NS: Final = 2 * SECOND_NS  # between two times that a node says what 
 SHARE_RISE_NS: Final = 10 * SECOND_NS  # by then every node has seen what another one said; or its lease is over
 SHARE_PUBLISH_PARTS: Final = 256  # of a quota: a use that changed by less is not told before SHARE_REPEAT_NS
 SHARE_REPEAT_NS: Final = 30 * SECOND_NS
+STATUS_NODE_NS: Final = 3 * SECOND_NS  # for another node to answer `kvstore status`
+STATUS_NODES_AT_ONCE: Final = 64
 LEASE_TTL_NS_DEFAULT: Final = 10 * SECOND_NS
 LEASE_TTL_NS_MIN: Final = 1 * SECOND_NS  # etcd counts whole seconds
 LEASE_TTL_NS_MAX: Final = 600 * SECOND_NS
@@ -343,6 +347,7 @@ assert CHECKSUM_BYTES_MIN % PAGE_BYTES == 0
 assert HELLO_BODY_BYTES_MAX > TOKEN_BYTES_MAX + NODE_ID_BYTES_MAX
 assert SLICES_PER_FRAME_MAX + 8 <= IO_VECTORS_MAX
 assert VIEW_BYTES_MAX < FRAME_BODY_BYTES_MAX
+assert DROPPED_TOLD_MAX * (DIGEST_BYTES + 9) < ADMIN_BYTES_MAX, "all of them go into one message"
 assert VIEW_BYTES_MAX <= STORE_VALUE_BYTES_MAX, "the view is one entry of the cluster store"
 assert STORE_ATTEMPT_NS * 3 <= STORE_CALL_NS, "with one of three members frozen a call still reaches another"
 assert GRPC_KEEPALIVE_NS + GRPC_KEEPALIVE_WAIT_NS < EDGE_IDLE_NS, "a quiet call must not be taken for an idle peer"

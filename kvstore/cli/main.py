@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from kvstore.errors import InvalidRequest, KVStoreError, Retryable
-from kvstore.limits import DIGEST_BYTES, SECOND_NS
+from kvstore.limits import DIGEST_BYTES, SECOND_NS, STATUS_NODE_NS
 
 if TYPE_CHECKING:
     from kvstore.server.grpc_edge.client import ControlClient
@@ -177,20 +177,28 @@ def status(
     timeout: Timeout = "10s",
     token_file: TokenFile = None,
 ) -> None:
-    """How a node is: state, drives, space, hit rate, traffic."""
+    """How a node is, and all targets of its cluster: state, space, hit rate, traffic."""
+    from kvstore.cli.cluster_status import ask_all, target_lines
     from kvstore.cli.render import json_text, show_status
     from kvstore.cli.screen import Screen
+    from kvstore.server.report import NodeReport
+
+    def ask(address: str) -> NodeReport:
+        with _client(address, timeout, token_file, deadline_ns_max=STATUS_NODE_NS) as other:
+            return other.report()
 
     screen = Screen()
     with _client(node, timeout, token_file) as client:
         while True:
             report, view = client.report(), client.view()
+            answers = ask_all(report, report.nodes, ask)
+            lines = target_lines(view, answers) if report.nodes else ()
             if as_json:
-                print(json_text({"node": report, "view": view}), flush=True)
+                print(json_text({"node": report, "view": view, "nodes": answers, "targets": lines}), flush=True)
             else:
                 if watch:
                     screen.clear()
-                show_status(screen, report, view)
+                show_status(screen, report, view, answers, lines)
             if not watch:
                 return
             time.sleep(_WATCH_SECONDS)
@@ -407,7 +415,9 @@ def version(as_json: Json = False) -> None:
     _tell(as_json, {"version": kvstore.__version__}, kvstore.__version__)
 
 
-def _client(node: str, timeout: str, token_file: str | None) -> ControlClient:
+def _client(
+    node: str, timeout: str, token_file: str | None, *, deadline_ns_max: int = 3600 * SECOND_NS
+) -> ControlClient:
     from kvstore.server.grpc_edge.client import ControlClient
     from kvstore.settings import parse_duration
     from kvstore.types.secret import read_token
@@ -419,7 +429,7 @@ def _client(node: str, timeout: str, token_file: str | None) -> ControlClient:
     if not 0 < deadline_ns <= 3600 * SECOND_NS:
         raise InvalidRequest(f"--timeout is {timeout}; give more than nothing and at most 1h")
     token = read_token(token_file) if token_file else b""
-    return ControlClient(node, deadline_ns=deadline_ns, token=token)
+    return ControlClient(node, deadline_ns=min(deadline_ns, deadline_ns_max), token=token)
 
 
 def _asker(yes: bool) -> Callable[[str], bool]:

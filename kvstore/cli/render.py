@@ -9,9 +9,18 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from kvstore.cli.cluster_status import NodeAnswer, TargetLine, relay_rows
 from kvstore.cli.screen import Screen
 from kvstore.cluster.view import View
-from kvstore.server.report import Answer, DriveReport, KeyAnswer, NamespaceAnswer, NamespacePage, NodeReport, TenantUse
+from kvstore.server.report import (
+    Answer,
+    DriveReport,
+    KeyAnswer,
+    NamespaceAnswer,
+    NamespacePage,
+    NodeReport,
+    TenantReport,
+)
 from kvstore.server.summary import summary_lines, words_of_bytes
 
 _DIGEST_CHARACTERS = 16
@@ -27,6 +36,19 @@ _DRIVE_HEADERS = (
     "device",
     "epoch",
     "what to do",
+)
+_TARGET_HEADERS = (
+    "node",
+    "target",
+    "state",
+    "drive",
+    "capacity",
+    "used",
+    "hit rate",
+    "throughput",
+    "device",
+    "epoch",
+    "what is wrong",
 )
 
 
@@ -49,8 +71,19 @@ def _plain(value: object) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def show_status(screen: Screen, report: NodeReport, view: View) -> None:
-    """The node, its workers and its targets."""
+def show_status(
+    screen: Screen,
+    report: NodeReport,
+    view: View,
+    answers: Sequence[NodeAnswer] = (),
+    lines: Sequence[TargetLine] = (),
+) -> None:
+    """The node, its workers, its drives, and what is in its cluster.
+
+    Args:
+        answers: of all nodes of the cluster; none for a node on its own.
+        lines: the targets of the cluster.
+    """
     screen.table("", [(line.name, line.value) for line in summary_lines(report)])
     workers = [
         (str(worker.rail), worker.state, str(worker.pid), ", ".join(worker.data), str(worker.restarts), worker.detail)
@@ -61,11 +94,42 @@ def show_status(screen: Screen, report: NodeReport, view: View) -> None:
         screen.grid("", _DRIVE_HEADERS, [_drive_row(drive, report) for drive in report.drives])
     own = {drive.id for drive in report.drives}
     others = [target for target in view.targets if target.id not in own]
-    if others:
+    if answers:
+        _show_cluster(screen, view, answers, lines)
+    elif others:
         targets = [(target.id, target.state, ", ".join(target.data), f"{target.weight:.2f}") for target in others]
         screen.grid("", ("target", "state", "data", "weight"), targets)
     if report.numbers and report.tenants:
         show_tenants(screen, report.tenants)
+
+
+def _show_cluster(screen: Screen, view: View, answers: Sequence[NodeAnswer], lines: Sequence[TargetLine]) -> None:
+    title = f"cluster {view.cluster}: {len(answers)} nodes, {len(view.targets)} targets, epoch {view.epoch}"
+    screen.grid(title, _TARGET_HEADERS, [_target_row(line) for line in lines])
+    silent = [(answer.node_id, answer.grpc, answer.failure) for answer in answers if answer.report is None]
+    if silent:
+        screen.grid("", ("node without an answer", "gRPC", "why"), silent)
+    if view.relays:
+        screen.grid("", ("node", "relay", "state", "data", "label"), relay_rows(view.relays))
+
+
+def _target_row(line: TargetLine) -> tuple[str, ...]:
+    used = line.used_bytes
+    return (
+        line.node_id,
+        line.id[:_DIGEST_CHARACTERS] or "none",
+        line.state or "not in the view",
+        line.drive or "not known",
+        words_of_bytes(line.capacity_bytes) if line.capacity_bytes else "",
+        f"{words_of_bytes(used)} ({100 * used / line.capacity_bytes:.0f} %)" if used is not None else "",
+        f"{100 * line.hits / line.keys:.0f} %" if line.keys else "",
+        f"{words_of_bytes(line.sent_bytes_second)}/s out, {words_of_bytes(line.received_bytes_second)}/s in"
+        if used is not None
+        else "",
+        line.mode,
+        str(line.epoch) if line.epoch else "",
+        line.detail,
+    )
 
 
 def _drive_row(drive: DriveReport, report: NodeReport) -> tuple[str, ...]:
@@ -90,20 +154,23 @@ def _drive_row(drive: DriveReport, report: NodeReport) -> tuple[str, ...]:
     )
 
 
-def show_tenants(screen: Screen, uses: Sequence[TenantUse]) -> None:
-    """One line for each tenant."""
+def show_tenants(screen: Screen, uses: Sequence[TenantReport]) -> None:
+    """One line for each tenant; in a cluster with what it uses there in all, and this node's share of the quota."""
+    is_shared = any(use.share_bytes for use in uses)
     rows = [
         (
             use.name,
             words_of_bytes(use.used_bytes),
             words_of_bytes(use.quota_bytes) if use.quota_bytes else "none",
+            *((words_of_bytes(use.cluster_used_bytes), words_of_bytes(use.share_bytes)) if is_shared else ()),
             str(use.records),
             str(use.refused_records),
             f"{use.weight:g}",
         )
         for use in uses
     ]
-    screen.grid("", ("tenant", "used", "quota", "records", "refused", "weight"), rows)
+    shared = ("used in the cluster", "share here") if is_shared else ()
+    screen.grid("", ("tenant", "used", "quota", *shared, "records", "refused", "weight"), rows)
 
 
 def show_namespaces(screen: Screen, page: NamespacePage) -> None:

@@ -30,6 +30,7 @@ from kvstore.cluster.registration import (
     decode_registration,
     decode_relay,
 )
+from kvstore.cluster.shares import decode_uses
 from kvstore.cluster.store import Entry
 from kvstore.cluster.view import ReplicaPolicy, TargetId, View, decode_view
 from kvstore.errors import InvalidRequest
@@ -127,6 +128,18 @@ def relays_of(entries: Mapping[str, Entry]) -> dict[str, RelayRegistration]:
 def notes_of(entries: Mapping[str, Entry]) -> dict[str, NodeNote]:
     """Which nodes are there, as `registrations_of`."""
     return _read(entries, NODES, decode_note, lambda note: note.node_id)
+
+
+def uses_of(entries: Mapping[str, Entry]) -> dict[TargetId, dict[str, int]]:
+    """What tenants have on each target, in bytes. An entry that makes no sense is logged and left out."""
+    found: dict[TargetId, dict[str, int]] = {}
+    for name, entry in entries.items():
+        if name.startswith(USES):
+            try:
+                found[unquote(name.removeprefix(USES))] = decode_uses(entry.value)
+            except InvalidRequest as error:
+                log.warning("%s is left out: %s", name, error)
+    return found
 
 
 def _read(

@@ -13,13 +13,14 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Final
 
 from kvstore.cluster import transitions
 from kvstore.cluster.catalog import (
+    USES,
     VIEW_NAME,
     node_name,
     notes_of,
@@ -148,6 +149,11 @@ class Membership:
         """Where tools find each node, by its id, as known last."""
         return notes_of(self._entries)
 
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """All that stands in the store, as known last: not to be changed."""
+        return self._entries
+
     def drain(self) -> None:
         """No new keys for the targets of this node, which leave the view for good at `close`; nor for a relay."""
         if self._relay is not None:
@@ -206,10 +212,13 @@ class Membership:
             try:
                 while True:
                     await self._something_due(following)
+                    changed: Sequence[Change] = ()
                     if following.done():
-                        self._apply(following.result())
+                        changed = following.result()
+                        self._apply(changed)
                         following = asyncio.ensure_future(anext(changes))
-                    await self._do_what_is_due()
+                    if not changed or not all(change.name.startswith(USES) for change in changed):
+                        await self._do_what_is_due()  # what tenants use changes often, and no view by it
             finally:
                 following.cancel()
                 await asyncio.gather(following, return_exceptions=True)

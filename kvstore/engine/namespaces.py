@@ -74,6 +74,10 @@ class NamespaceTable:
     def __iter__(self) -> Iterator[KnownNamespace]:
         return iter(self._by_digest.values())
 
+    def count_of(self, tenant: str) -> int:
+        """How many of them are a tenant's."""
+        return sum(known.ref.tenant == tenant for known in self)
+
     def by_digest(self, namespace_digest: bytes) -> NamespaceRef | None:
         """The namespace with this digest, in its present generation."""
         known = self._by_digest.get(namespace_digest)

@@ -87,7 +87,8 @@ class Usage:
         self._quotas = quotas
         for use in self:
             use.quota_pages = self._quota_pages(use.name)
-            use.wanted_pages = 0
+            if use.wanted_pages > use.quota_pages:
+                use.wanted_pages = 0
 
     def crowded(self) -> Iterator[TenantUse]:
         """Tenants whose oldest records should go."""

@@ -25,6 +25,7 @@ from kvstore.limits import (
     HELLO_WAIT_NS,
     IDLE_WAIT_NS,
     INLINE_PUT_BYTES_MAX,
+    NAMESPACES_PER_TENANT_MAX,
     PUT_WINDOW_BYTES,
     REQUESTS_BYTES_MAX,
     SWEEP_NS,
@@ -44,7 +45,7 @@ from kvstore.server.reads import start_get
 from kvstore.server.tenant_engine import TenantEngine
 from kvstore.server.tenants import Grant, Scope
 from kvstore.server.verbs import AdminVerbs
-from kvstore.server.writer_calls import WriterCommitCall, WriterOpenCall, WriterWriteCall, abort_writers
+from kvstore.server.writer_calls import WriterCommitCall, WriterWriteCall, abort_writers, open_writers
 from kvstore.telemetry.logs import RepeatLogger
 from kvstore.telemetry.metrics import DataplaneMetrics, DeniedKind, Verb
 from kvstore.transport.shm_regions import MappedMemory
@@ -66,7 +67,6 @@ from kvstore.wire.messages import (
     Welcome,
     WriterAbort,
     WriterCommit,
-    WriterOpen,
 )
 from kvstore.wire.shared import LocalReply
 
@@ -98,6 +98,7 @@ class DataPlane:
         requests_memory: what clients' requests take, all together.
         shared_memory: what clients share with us, all together.
         rdma: the worker's, None where there is none; set before clients come.
+        namespace_count: how many namespaces of a tenant a drive knows; set by whoever has the drives.
         peer_token: what this node shows to the other nodes of its cluster; a secret, empty outside of one.
         is_draining: new puts are refused.
         copier: keeps copies in step with other nodes; None on a node on its own.
@@ -122,6 +123,7 @@ class DataPlane:
         self.copier: Copier | None = None
         self.fenced_from_ns = _NEVER_NS
         self.peer_token = b""
+        self.namespace_count: Callable[[str], int] = lambda _: 0
         self.now_ns = clock()
         self.clock = clock
         self.requests_memory = MemoryBudget(REQUESTS_BYTES_MAX)
@@ -503,19 +505,8 @@ class DataPlane:
     def _writer_open(self, connection: Connection, frame: Frame) -> None:
         self._check_epoch(frame)
         self.metrics.calls[Verb.WRITER] += 1
-        opening = WriterOpen.decode(frame.body)
-        engine = self._serving(connection)
-        call = WriterOpenCall(connection, opening, _client_of(connection), now_ns=self.now_ns)
-        connection.call = call
-        namespace = engine.namespace(opening.namespace)
-        refusal = self._put_refusal(connection)
-        if refusal is None and namespace is None:
-            detail = f"namespace {opening.namespace.hex()} is not known here: send its manifest, then ask again"
-            refusal = Refused(RefusedReason.UNKNOWN_NAMESPACE, detail)
-        if refusal is not None:
-            call.refuse_all(refusal)
-        elif namespace is not None:
-            call.start(engine, namespace)
+        client, refusal = _client_of(connection), self._put_refusal(connection)
+        open_writers(connection, frame.body, client, self._serving(connection), refusal=refusal, now_ns=self.now_ns)
         self._engine_is_due = True
 
     def _writer_write(self, connection: Connection, frame: Frame) -> None:
@@ -567,8 +558,13 @@ class DataPlane:
         found = self._tenant_engines.get(tenant)
         if found is None:
             on_foreign = partial(self._count_denied, DeniedKind.FOREIGN_NAMESPACE)
-            found = self._tenant_engines[tenant] = TenantEngine(engine, tenant, on_foreign=on_foreign)
+            is_full = partial(self._has_all_namespaces, tenant)
+            found = TenantEngine(engine, tenant, on_foreign=on_foreign, is_full=is_full)
+            self._tenant_engines[tenant] = found
         return found
+
+    def _has_all_namespaces(self, tenant: str) -> bool:
+        return self.namespace_count(tenant) >= NAMESPACES_PER_TENANT_MAX
 
     def _check_epoch(self, frame: Frame) -> None:
         if frame.epoch and frame.epoch < self.epoch:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import kvstore
 from kvstore.cluster.view import READ_STATES, Target, TargetState, View
@@ -15,7 +15,7 @@ from kvstore.limits import CONTROL_DEADLINE_NS, SECOND_NS, GiB
 from kvstore.server.access import Access
 from kvstore.server.drive_record import DriveVerdict
 from kvstore.server.measure import Measured, measure
-from kvstore.server.report import NodeReport, NodeState, WorkerState
+from kvstore.server.report import NodeReport, NodeState, NodeWhere, TenantShare, WorkerState
 from kvstore.server.tenant_uses import gathered
 from kvstore.server.worker_handle import OwnedTarget, WorkerHandle
 from kvstore.telemetry.metrics import SupervisorMetrics
@@ -37,6 +37,11 @@ class Fleet:
     Args:
         start_epoch: At least every epoch that this node ever showed.
         shown: Of a node in a cluster: the cluster's view as known last, which is shown instead of the node's own.
+
+    Attributes:
+        access: the tenants of the node.
+        refused_drives: drives that were given to no worker, and why.
+        shares, nodes: of tenants' quotas, and all nodes, in a cluster.
     """
 
     def __init__(
@@ -54,6 +59,8 @@ class Fleet:
         self._registry.add(metrics)
         self.access = Access(None)
         self.refused_drives: Sequence[DriveVerdict] = ()
+        self.shares: Callable[[], Mapping[str, TenantShare]] = dict
+        self.nodes: Callable[[], Sequence[NodeWhere]] = list
         self.grpc_address = ""
         self.metrics_address = ""
 
@@ -170,7 +177,8 @@ class Fleet:
             workers=tuple(worker.report() for worker in self._workers),
             numbers=measured.numbers,
             drives=measured.drives,
-            tenants=gathered(measured.uses, self.access.book),
+            tenants=gathered(measured.uses, self.access.book, self.shares()),
+            nodes=tuple(self.nodes()),
         )
 
     def _targets(self, worker: WorkerHandle) -> list[Target]:

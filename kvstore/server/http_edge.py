@@ -17,7 +17,7 @@ from kvstore.errors import Denied
 from kvstore.limits import EDGE_CONNECTIONS_MAX, EDGE_FIRST_BYTES_NS, HTTP_HEAD_BYTES_MAX, SECOND_NS
 from kvstore.server.access import Access
 from kvstore.server.fleet import Fleet
-from kvstore.server.report import TenantUse
+from kvstore.server.report import TenantReport
 from kvstore.server.status_page import status_page
 from kvstore.server.tenants import Grant, Scope
 from kvstore.telemetry import prometheus
@@ -108,7 +108,7 @@ class HttpEdge:
         return _text(HTTPStatus.NOT_FOUND, f"nothing at {path}; there are /metrics, /healthz and /")
 
 
-def _tenant_numbers(use: TenantUse) -> TenantNumbers:
+def _tenant_numbers(use: TenantReport) -> TenantNumbers:
     return TenantNumbers(
         name=use.name,
         used_bytes=use.used_bytes,

@@ -20,6 +20,10 @@ Verbs of ADMIN, arguments -> value (msgpack maps); ERROR where it fails:
     drain       {"resume": bool} -> {"draining": bool}
     hold_writes  {"for_ns": int} -> {}: take puts and deletes for so long; the next one counts from its receipt
     peer_token_set  {"token": bytes} -> {}: by which nodes of the cluster know each other; empty is none
+    uses        {} -> {"targets": [{"id": text, "tenants": {name: bytes}}, ...]}: padded bytes on each drive
+    shares_set  {"shares": {target id: {tenant: bytes}}} -> {}: in a cluster, instead of the quotas of `tenants_set`
+    dropped     {} -> {"digests": n * 32 bytes, "generations": [int, ...]}: of namespaces that were ever dropped
+    dropped_set  the same -> {"count": int}: drop what is of an older generation
     count_lookup  {"keys": int, "hits": int} -> {}: a lookup that the supervisor made of several workers
     view_set    the view as plain data -> {}
     shutdown    {"within_ns": int} -> {}: refuse new calls, finish those in progress within the time, close the drives,

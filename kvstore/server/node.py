@@ -10,7 +10,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -24,6 +24,7 @@ from kvstore.server.addresses import bound_port, join_address, listen
 from kvstore.server.control import Control
 from kvstore.server.drive_check import CheckedDrives, check_drives, contents_of, note_drives, usable_paths
 from kvstore.server.fleet import Fleet
+from kvstore.server.generations import hide_dropped
 from kvstore.server.grpc_edge.service import GrpcServer
 from kvstore.server.home import home_alone, note_home, noted_home
 from kvstore.server.http_edge import HttpEdge
@@ -35,6 +36,7 @@ from kvstore.server.places import (
     remove_ready_file,
     write_ready_file,
 )
+from kvstore.server.report import WorkerState
 from kvstore.server.seat import open_seat
 from kvstore.server.wire_edge import WireEdge
 from kvstore.server.worker_handle import WorkerHandle
@@ -99,7 +101,8 @@ class Node:
         )
         self._http_edge = HttpEdge(self._fleet, access=self._access)
         self._workers: list[WorkerHandle] = []
-        self._reloads: set[asyncio.Task[None]] = set()
+        self._were_serving: set[WorkerHandle] = set()
+        self._errands: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Serve until a signal; raises KVStoreError when the start fails."""
@@ -168,6 +171,10 @@ class Node:
 
     def _worker_changed(self) -> None:
         self._fleet.changed()
+        serving = {worker for worker in self._workers if worker.state is WorkerState.SERVING}
+        if serving - self._were_serving:
+            self._spawn(hide_dropped(self._workers))
+        self._were_serving = serving
         if self._seat:
             self._seat.workers_changed(self._fleet)
 
@@ -182,9 +189,12 @@ class Node:
 
     def _hung_up(self) -> None:
         """SIGHUP: read the tenants file again."""
-        task = asyncio.create_task(self._reload())
-        self._reloads.add(task)  # the loop itself holds tasks weakly
-        task.add_done_callback(self._reloads.discard)
+        self._spawn(self._reload())
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._errands.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(self._errands.discard)
 
     async def _reload(self) -> None:
         try:

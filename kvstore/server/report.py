@@ -76,8 +76,12 @@ class DriveReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TenantUse:
-    """What a tenant uses of the node: padded bytes of its records on the SSDs, and puts refused for its quota."""
+class TenantReport:
+    """What a tenant uses of the node: padded bytes of its records on the SSDs, and puts refused for its quota.
+
+    `quota_bytes` is of the node, or in a cluster of all its nodes; then `share_bytes` of it are this node's, and
+    `cluster_used_bytes` are used over all of them. Both are 0 elsewhere.
+    """
 
     name: str
     quota_bytes: int
@@ -85,11 +89,31 @@ class TenantUse:
     records: int
     refused_records: int
     weight: float
+    share_bytes: int = 0
+    cluster_used_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantShare:
+    """A tenant's quota of its cluster, what it has there in all, and how much of the quota is this node's to give."""
+
+    quota_bytes: int
+    share_bytes: int
+    cluster_used_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeWhere:
+    """A node of the cluster, and where it can be asked: `grpc` is "host:port"."""
+
+    node_id: str
+    grpc: str
+    version: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """The node, its workers, and the sum of their metrics."""
+    """The node, its workers, and the sum of their metrics. `nodes` are those of its cluster, itself among them."""
 
     node_id: str
     version: str
@@ -102,7 +126,8 @@ class NodeReport:
     workers: tuple[WorkerReport, ...]
     numbers: Snapshot
     drives: tuple[DriveReport, ...] = ()
-    tenants: tuple[TenantUse, ...] = ()
+    tenants: tuple[TenantReport, ...] = ()
+    nodes: tuple[NodeWhere, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

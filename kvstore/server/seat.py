@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import kvstore
 from kvstore.cluster.charter import CLUSTER_ID_NAME, checked_cluster_id, draw, new_cluster_id
 from kvstore.cluster.membership import Membership
 from kvstore.cluster.node_file import replace_file
-from kvstore.cluster.registration import Registration
+from kvstore.cluster.registration import NodeNote, Registration
 from kvstore.cluster.store import ClusterStore
 from kvstore.cluster.store_address import EtcdAddress, FileAddress, open_cluster_store, parse_store_address
 from kvstore.cluster.view import TargetState, View, decode_view, encode_view
 from kvstore.errors import Denied, InvalidRequest, KVStoreError, Retryable
-from kvstore.limits import CLUSTER_ASK_NS, CLUSTER_JOIN_NS, CONTROL_DEADLINE_NS, SECOND_NS, STORE_RETRY_NS_MIN
+from kvstore.limits import (
+    CLUSTER_ASK_NS,
+    CLUSTER_JOIN_NS,
+    CONTROL_DEADLINE_NS,
+    SECOND_NS,
+    SHARE_TICK_NS,
+    STORE_RETRY_NS_MIN,
+)
 from kvstore.server.fleet import Fleet
 from kvstore.server.home import Home, NotedHome, home_in
+from kvstore.server.quotas import ClusterQuotas
+from kvstore.server.report import NodeWhere
 from kvstore.server.worker_handle import WorkerHandle
-from kvstore.settings import NodeSettings
+from kvstore.settings import NodeSettings, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +50,12 @@ def open_seat(settings: NodeSettings, node_id: str) -> Seat | None:
     if not settings.cluster:
         return None
     address = parse_store_address(settings.cluster)
+    if is_out_of_reach(settings.host, address):
+        log.warning(
+            "this node listens on %s only, and its cluster store is elsewhere: other machines cannot reach what it "
+            "registers; set host (beyond loopback with tenants or insecure)",
+            ", ".join(settings.host),
+        )
     folder = next((path for path in map(Path, settings.data_dir) if path.is_dir()), None)
     return Seat(
         open_cluster_store(address),
@@ -70,6 +87,7 @@ class Seat:
         known = _read_view(view_path, cluster)
         self._shown = known or View(epoch=0, node_id="", targets=(), cluster=cluster)
         self._membership = Membership(store, cluster=cluster, known=known, on_change=self._changed.set, ttl_ns=ttl_ns)
+        self._quotas = ClusterQuotas(store, self._membership)
 
     @property
     def view(self) -> View:
@@ -144,7 +162,10 @@ class Seat:
 
     async def run(self, fleet: Fleet) -> None:
         """Follow the cluster until cancelled."""
-        membership = asyncio.create_task(self._take_part())
+        fleet.shares, fleet.nodes = self._quotas.shares, self._nodes
+        note = NodeNote(node_id=self._node_id, grpc=fleet.grpc_address, version=kvstore.__version__)
+        self._membership.announce(note)
+        tasks = [asyncio.create_task(self._take_part()), asyncio.create_task(self._settle_quotas(fleet))]
         try:
             while True:
                 await self._changed.wait()
@@ -152,12 +173,17 @@ class Seat:
                 await self._tell_workers(fleet)
                 self._show(fleet)
         finally:
-            membership.cancel()
-            await asyncio.gather(membership, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
         """Tell the cluster that this node is going, and let go of the store."""
         await self._membership.close()
+
+    def _nodes(self) -> list[NodeWhere]:
+        notes = self._membership.notes
+        return [NodeWhere(node_id=name, grpc=notes[name].grpc, version=notes[name].version) for name in sorted(notes)]
 
     async def _take_part(self) -> None:
         try:
@@ -165,14 +191,29 @@ class Seat:
         except Exception:
             log.exception("this node takes no part in its cluster any more: its lease runs out; restart it, and report")
 
+    async def _settle_quotas(self, fleet: Fleet) -> None:
+        while True:
+            was_settled = self._quotas.is_settled
+            try:
+                await self._quotas.tick(fleet)
+            except Exception:
+                log.exception("quotas of the cluster are not settled any more; restart this node, and report")
+                return
+            if self._quotas.is_settled is not was_settled:
+                self._changed.set()
+            pause_ns = SHARE_TICK_NS if self._quotas.is_settled else STORE_RETRY_NS_MIN
+            await asyncio.sleep(pause_ns / SECOND_NS)
+
     async def _tell_workers(self, fleet: Fleet) -> None:
         """A worker that cannot be told stops taking writes by itself, when the time that it was told last is over."""
+        await self._quotas.tell_workers(fleet)
 
         async def tell(worker: WorkerHandle) -> None:
             try:
                 peers = {"token": self._membership.peer_token}
                 await worker.channel.admin("peer_token_set", peers, deadline_ns=CONTROL_DEADLINE_NS)
-                arguments = {"for_ns": self._membership.writes_ns}
+                # before quotas are settled more might be taken than there is room for
+                arguments = {"for_ns": self._membership.writes_ns if self._quotas.is_settled else 0}
                 await worker.channel.admin("hold_writes", arguments, deadline_ns=CONTROL_DEADLINE_NS)
             except KVStoreError as error:
                 log.debug("worker not told of the cluster: %s", error)
@@ -190,6 +231,13 @@ class Seat:
                 replace_file(self._view_path, encode_view(view).encode())
             except OSError as error:
                 log.warning("view is not kept in %s: %s", self._view_path, error.strerror)
+
+
+def is_out_of_reach(hosts: Sequence[str], address: EtcdAddress | FileAddress) -> bool:
+    """Whether a node listens on loopback alone in a cluster that has other machines."""
+    if isinstance(address, FileAddress) or not all(map(is_loopback, hosts)):
+        return False
+    return not all(is_loopback(member.rpartition(":")[0].strip("[]")) for member in address.members)
 
 
 def _name_of(address: EtcdAddress | FileAddress) -> str:

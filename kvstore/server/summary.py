@@ -51,10 +51,10 @@ def summary_lines(report: NodeReport) -> Iterator[Line]:
 def _own_lines(report: NodeReport) -> Iterator[Line]:
     for use in report.tenants:
         quota = f" of {words_of_bytes(use.quota_bytes)}" if use.quota_bytes else ""
-        yield Line(
-            name=f"tenant {use.name}",
-            value=f"{words_of_bytes(use.used_bytes)}{quota} used, {words_of_count(use.records, 'record')}",
-        )
+        used = f"{words_of_bytes(use.used_bytes)}{quota} used"
+        if use.share_bytes:
+            used = f"{words_of_bytes(use.cluster_used_bytes)}{quota} used, {words_of_bytes(use.used_bytes)} of it here"
+        yield Line(name=f"tenant {use.name}", value=f"{used}, {words_of_count(use.records, 'record')}")
 
 
 def words_of_bytes(size_bytes: float) -> str:

@@ -53,7 +53,7 @@ class TenantControl(Control):
             )
             for worker in report.workers
         )
-        return replace(report, numbers={}, drives=(), tenants=own, workers=workers)
+        return replace(report, numbers={}, drives=(), tenants=own, workers=workers, nodes=())
 
     async def namespaces(self, tenant: str, *, after: bytes, limit: int, deadline_ns: int) -> NamespacePage:
         """See `Control`."""

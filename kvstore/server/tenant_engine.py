@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from kvstore.engine.api import Engine, NamespaceRef
 from kvstore.errors import Denied, FormatUnsupported, InvalidRequest
+from kvstore.limits import NAMESPACES_PER_TENANT_MAX
+from kvstore.types.digest import digest
 from kvstore.types.namespace import Manifest
 
 
@@ -19,6 +21,7 @@ class TenantEngine:
     __slots__ = (
         "_add_namespace",
         "_find",
+        "_is_full",
         "_on_foreign",
         "client_gone",
         "delete",
@@ -37,11 +40,20 @@ class TenantEngine:
         "wait",
     )
 
-    def __init__(self, engine: Engine, tenant: str, *, on_foreign: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tenant: str,
+        *,
+        on_foreign: Callable[[], None],
+        is_full: Callable[[], bool],
+    ) -> None:
         """
         Args:
             on_foreign: Called when the tenant names a namespace of another one.
+            is_full: Whether the tenant has as many namespaces as one may have.
         """
+        self._is_full = is_full
         self.tenant = tenant
         self._find = engine.namespace
         self._add_namespace = engine.add_namespace
@@ -80,5 +92,10 @@ class TenantEngine:
             raise Denied(
                 f"the namespace is of tenant {named!r}, the token of tenant {self.tenant!r}; "
                 f"pass Namespace(tenant={self.tenant!r}, ...), or the other tenant's token"
+            )
+        if self._is_full() and self._find(digest(manifest)) is None:
+            raise InvalidRequest(
+                f"tenant {self.tenant!r} has {NAMESPACES_PER_TENANT_MAX} namespaces here, the limit of one tenant; use "
+                "fewer distinct salts, adapters or layouts"
             )
         return self._add_namespace(manifest)

@@ -6,19 +6,22 @@ from collections.abc import Iterable, Mapping
 
 from kvstore.errors import Internal
 from kvstore.limits import TENANTS_MAX
-from kvstore.server.report import TenantUse
+from kvstore.server.report import TenantReport, TenantShare
 from kvstore.server.tenants import Tenant, TenantBook
 from kvstore.wire.codec import Plain
 
 _COUNTS = ("used_bytes", "records", "refused_records")
 
 
-def gathered(rows: Iterable[Mapping[str, Plain]], book: TenantBook | None) -> tuple[TenantUse, ...]:
+def gathered(
+    rows: Iterable[Mapping[str, Plain]], book: TenantBook | None, shares: Mapping[str, TenantShare] | None = None
+) -> tuple[TenantReport, ...]:
     """One entry for each tenant, by name: those of the file, and on an open node those that have something.
 
     Args:
         rows: what the workers say, a row for a tenant and worker.
         book: None on an open node.
+        shares: of the quotas, in a cluster; None elsewhere.
     """
     sums: dict[str, list[int]] = {tenant.name: [0, 0, 0] for tenant in book or ()}
     for row in rows:
@@ -32,16 +35,22 @@ def gathered(rows: Iterable[Mapping[str, Plain]], book: TenantBook | None) -> tu
         for at, count in enumerate(counts):
             assert isinstance(count, int)
             known[at] += count
-    return tuple(_use(name, sums[name], book.get(name) if book else None) for name in sorted(sums))
+    known_shares = shares or {}
+    return tuple(
+        _use(name, sums[name], book.get(name) if book else None, known_shares.get(name)) for name in sorted(sums)
+    )
 
 
-def _use(name: str, counts: list[int], tenant: Tenant | None) -> TenantUse:
+def _use(name: str, counts: list[int], tenant: Tenant | None, share: TenantShare | None) -> TenantReport:
     used_bytes, records, refused = counts
-    return TenantUse(
+    own_quota_bytes = tenant.quota_bytes if tenant else 0
+    return TenantReport(
         name=name,
-        quota_bytes=tenant.quota_bytes if tenant else 0,
+        quota_bytes=share.quota_bytes if share else own_quota_bytes,
         used_bytes=used_bytes,
         records=records,
         refused_records=refused,
         weight=tenant.weight if tenant else 1.0,
+        share_bytes=share.share_bytes if share else 0,
+        cluster_used_bytes=share.cluster_used_bytes if share else 0,
     )

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType as StackFrame
 from typing import Final
 
@@ -61,6 +61,7 @@ class Worker:
         self._started.registry.add(self._metrics)
         self._started.registry.add(self._started.process)
         self._book = TenantBook()
+        self._shares: Mapping[str, Mapping[str, int]] = {}
         self._view: View | None = None
         self._tokens = TokenAdmission(self._metrics) if launch.has_tenants else None
         verbs = WorkerVerbs(self._started)
@@ -156,6 +157,13 @@ class Worker:
             self._book = book
             self._set_quotas()
 
+    def set_shares(self, shares: Mapping[str, Mapping[str, int]]) -> None:
+        """What tenants may have on each target; who has no room at all may have a byte, since 0 is no quota."""
+        told = {target: {name: max(share, 1) for name, share in given.items()} for target, given in shares.items()}
+        if told != self._shares:
+            self._shares = told
+            self._set_quotas()
+
     def set_peer_token(self, token: bytes) -> None:
         """By which nodes of the cluster know each other; connections that were made by the last one are closed."""
         if token == self._plane.peer_token:
@@ -166,10 +174,15 @@ class Worker:
             self._plane.renew_grants(self._tokens.renewed)
 
     def _set_quotas(self) -> None:
-        """A node's quota of a tenant is divided evenly over its drives, as its capacity is."""
+        """A node's quota of a tenant is divided evenly over its drives, as its capacity is.
+
+        In a cluster the supervisor settles with the other nodes what each drive may hold; until it has, no puts are
+        taken, and what is there already is left as it is.
+        """
         quotas = {tenant.name: tenant.quota_bytes // self._launch.drives_of_node for tenant in self._book}
         for drive in self._started.drives:
-            drive.engine.set_quotas(quotas)
+            shares = self._shares.get(drive.id, {}) if self._launch.is_member else quotas
+            drive.engine.set_quotas(shares)
 
     @property
     def _is_introduced(self) -> bool:
@@ -203,6 +216,7 @@ class Worker:
                 self._started.registry.add(drive.engine.metrics)
                 self._started.registry.add(drive.engine.device_metrics)
             engine = joined(drives)
+            self._plane.namespace_count = self._namespace_count
             self._plane.serve(engine)
             self._start_rdma([drive.engine.cache.arena.memory for drive in drives])
             if self._launch.is_member:
@@ -243,6 +257,9 @@ class Worker:
         service = start_rdma(wish, arenas, metrics, lambda: self._plane.now_ns)
         if service is not None:
             self._plane.use_rdma(service)
+
+    def _namespace_count(self, tenant: str) -> int:
+        return max(drive.engine.store.namespaces.count_of(tenant) for drive in self._started.drives)
 
     def _reported(self, listening: socket.socket) -> str:
         """The address that clients are told."""

@@ -12,6 +12,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.limits import (
     BATCH_ITEMS_MAX,
     DIGEST_BYTES,
+    DROPPED_TOLD_MAX,
     EXPLAIN_KEYS_MAX,
     LEASE_TTL_NS_MAX,
     NAMESPACES_PAGE_MAX,
@@ -80,6 +81,9 @@ class WorkerControl(Protocol):
     def set_tenants(self, book: TenantBook) -> None:
         """Who may do what from now on."""
 
+    def set_shares(self, shares: Mapping[str, Mapping[str, int]]) -> None:
+        """What tenants may have on each target, of their quotas of the cluster."""
+
     def set_peer_token(self, token: bytes) -> None:
         """By which nodes of the cluster know each other."""
 
@@ -121,6 +125,10 @@ class WorkerVerbs:
             "owner": self._owner,
             "tenants_set": self._tenants_set,
             "peer_token_set": self._peer_token_set,
+            "uses": self._uses_by_target,
+            "dropped": self._dropped,
+            "dropped_set": self._dropped_set,
+            "shares_set": self._shares_set,
             "shutdown": self._shutdown,
         }
 
@@ -266,6 +274,45 @@ class WorkerVerbs:
         self._control.set_tenants(TenantBook.from_plain(arguments))
         return {}
 
+    def _uses_by_target(self, _: Arguments) -> Plain:
+        rows: list[Plain] = []
+        for drive in self._started.drives:
+            ranked = sorted(drive.engine.uses(), key=lambda use: use.pages, reverse=True)[:TENANTS_MAX]
+            rows.append({"id": drive.id, "tenants": {use.name: use.pages * PAGE_BYTES for use in ranked if use.pages}})
+        return {"targets": rows}
+
+    def _dropped(self, _: Arguments) -> Plain:
+        newest: dict[bytes, int] = {}
+        for drive in self._started.drives:
+            for known in drive.engine.store.namespaces:
+                generation = max(known.ref.generation, newest.get(known.ref.digest, 0))
+                if generation > _FIRST_GENERATION:
+                    newest[known.ref.digest] = generation
+        told = sorted(newest, key=lambda digest: newest[digest], reverse=True)[:DROPPED_TOLD_MAX]
+        return {"digests": b"".join(told), "generations": [newest[digest] for digest in told]}
+
+    def _dropped_set(self, arguments: Arguments) -> Plain:
+        digests, generations = _bytes(arguments, "digests"), arguments.get("generations")
+        if not isinstance(generations, list) or len(digests) != len(generations) * DIGEST_BYTES:
+            raise InvalidRequest(f"{len(digests)} bytes of digests do not go with their generations")
+        behind: set[bytes] = set()
+        for at, generation in enumerate(generations):
+            assert isinstance(generation, int), "a worker's own words"
+            digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+            for drive in self._started.drives:
+                while (ref := drive.engine.namespace(digest)) is not None and ref.generation < generation:
+                    drive.engine.drop_namespace(ref, lambda: None)
+                    behind.add(digest)
+        return {"count": len(behind)}
+
+    def _shares_set(self, arguments: Arguments) -> Plain:
+        shares: dict[str, dict[str, int]] = {}
+        for target_id, given in _map(arguments, "shares").items():
+            of_target = _map({"share": given}, "share")
+            shares[target_id] = {tenant: _number(of_target, tenant, 1 << 63) for tenant in of_target}
+        self._control.set_shares(shares)
+        return {}
+
     def _peer_token_set(self, arguments: Arguments) -> Plain:
         self._control.set_peer_token(_bytes(arguments, "token"))
         return {}
@@ -284,6 +331,13 @@ def _number(arguments: Arguments, name: str, limit: int) -> int:
     value = arguments.get(name)
     if type(value) is not int or not 0 <= value <= limit:
         raise InvalidRequest(f"{name} is {value!r:.80}; it must be a number from 0 to {limit}")
+    return value
+
+
+def _map(arguments: Arguments, name: str) -> Mapping[str, Plain]:
+    value = arguments.get(name)
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{name} is {type(value).__name__}; it must be a map")
     return value
 
 

@@ -319,6 +319,29 @@ class WriterCommitCall(Call):
             self.connection.request_send()
 
 
+def open_writers(
+    connection: Connection,
+    body: bytes | bytearray,
+    client: Client,
+    engine: Engine,
+    *,
+    refusal: Refused | None,
+    now_ns: int,
+) -> None:
+    """Begins a WRITER_OPEN; with `refusal` every item ends so."""
+    opening = WriterOpen.decode(body)
+    call = WriterOpenCall(connection, opening, client, now_ns=now_ns)
+    connection.call = call
+    namespace = engine.namespace(opening.namespace)
+    if refusal is not None:
+        call.refuse_all(refusal)
+    elif namespace is None:
+        detail = f"namespace {opening.namespace.hex()} is not known here: send its manifest, then ask again"
+        call.refuse_all(Refused(RefusedReason.UNKNOWN_NAMESPACE, detail))
+    else:
+        call.start(engine, namespace)
+
+
 def abort_writers(client: Client, message: WriterAbort) -> End:
     """Forgets writers; unknown ids are ignored."""
     for writer_id in unpack_u32(message.writer_ids):

@@ -125,23 +125,37 @@ class Drive(_message.Message):
     def __init__(self, path: _Optional[str] = ..., id: _Optional[str] = ..., rail: _Optional[int] = ..., state: _Optional[str] = ..., detail: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., allocated_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., records: _Optional[int] = ..., mode: _Optional[str] = ...) -> None: ...
 
 class TenantUse(_message.Message):
-    __slots__ = ("name", "quota_bytes", "used_bytes", "records", "refused_records", "weight")
+    __slots__ = ("name", "quota_bytes", "used_bytes", "records", "refused_records", "weight", "share_bytes", "cluster_used_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_RECORDS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    SHARE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     quota_bytes: int
     used_bytes: int
     records: int
     refused_records: int
     weight: float
-    def __init__(self, name: _Optional[str] = ..., quota_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., records: _Optional[int] = ..., refused_records: _Optional[int] = ..., weight: _Optional[float] = ...) -> None: ...
+    share_bytes: int
+    cluster_used_bytes: int
+    def __init__(self, name: _Optional[str] = ..., quota_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., records: _Optional[int] = ..., refused_records: _Optional[int] = ..., weight: _Optional[float] = ..., share_bytes: _Optional[int] = ..., cluster_used_bytes: _Optional[int] = ...) -> None: ...
+
+class NodeWhere(_message.Message):
+    __slots__ = ("node_id", "grpc", "version")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    GRPC_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    grpc: str
+    version: str
+    def __init__(self, node_id: _Optional[str] = ..., grpc: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("node_id", "version", "state", "epoch", "uptime_seconds", "workers", "numbers", "grpc", "metrics", "pid", "drives", "tenants")
+    __slots__ = ("node_id", "version", "state", "epoch", "uptime_seconds", "workers", "numbers", "grpc", "metrics", "pid", "drives", "tenants", "nodes")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +168,7 @@ class Stats(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     DRIVES_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     version: str
     state: str
@@ -166,7 +181,8 @@ class Stats(_message.Message):
     pid: int
     drives: _containers.RepeatedCompositeFieldContainer[Drive]
     tenants: _containers.RepeatedCompositeFieldContainer[TenantUse]
-    def __init__(self, node_id: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., numbers: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., grpc: _Optional[str] = ..., metrics: _Optional[str] = ..., pid: _Optional[int] = ..., drives: _Optional[_Iterable[_Union[Drive, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ...) -> None: ...
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeWhere]
+    def __init__(self, node_id: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., numbers: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., grpc: _Optional[str] = ..., metrics: _Optional[str] = ..., pid: _Optional[int] = ..., drives: _Optional[_Iterable[_Union[Drive, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[NodeWhere, _Mapping]]] = ...) -> None: ...
 
 class ListNamespacesRequest(_message.Message):
     __slots__ = ("tenant", "limit", "after")

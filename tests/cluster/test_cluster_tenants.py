@@ -10,18 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.cluster.catalog import USES, Document, document_name
 from kvstore.cluster.charter import PEER_TOKEN_NAME
 from kvstore.cluster.store import ClusterStore
 from kvstore.cluster.store_address import open_cluster_store, parse_store_address
 from kvstore.errors import Denied, KVStoreError
 from kvstore.server.grpc_edge.client import ControlClient
+from kvstore.server.report import TenantReport
 from kvstore.server.tenants import hash_of
 from kvstore.testing.cluster_suite import until
 from kvstore.testing.etcd_process import EtcdProcess
 from kvstore.testing.serve_process import ServeProcess
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
-from kvstore.types.results import Exists, Hit, Stored
+from kvstore.types.results import Exists, Hit, Refused, RefusedReason, Stored
 from kvstore_client import KVClient
 
 CHUNK_BYTES = 64 * 1024
@@ -127,3 +129,54 @@ def command_line(pid: int) -> str:
 
 async def _is(value: bool) -> bool:
     return value
+
+
+QUOTA_BYTES = 16 * 1024 * 1024
+QUOTA, OVERLOADED, DEADLINE = RefusedReason.QUOTA, RefusedReason.OVERLOADED, RefusedReason.DEADLINE
+
+
+def used_of(nodes: Nodes, tenant: str) -> list[TenantReport]:
+    """What each node says of a tenant."""
+    found = []
+    for name in nodes.nodes:
+        with nodes.control(name) as control:
+            found += [use for use in control.report().tenants if use.name == tenant]
+    return found
+
+
+def put_chunks(client: KVClient, first: int, count: int) -> list[object]:
+    space = client.namespace(namespace_of("ours"))
+    keys = space.keys(list(range(first, first + count)))
+    return [result for at in range(0, count, 8) for result in space.put(keys[at : at + 8], [b"v" * CHUNK_BYTES] * 8)]
+
+
+def test_a_quota_holds_over_the_nodes_of_a_cluster(tmp_path: Path, shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        with ExitStack() as stack:
+            nodes = Nodes(tmp_path, stack, shared_etcd, "a", "b", "c", quota=str(QUOTA_BYTES))
+            await until(lambda: _is(nodes.see_each_other()))
+            await until(lambda: _is(all(use.share_bytes for use in used_of(nodes, "ours"))))
+            shares = [use.share_bytes for use in used_of(nodes, "ours")]
+            assert sum(shares) <= QUOTA_BYTES
+            client = stack.enter_context(nodes.client("a", TOKENS["ours"]))
+            await until(lambda: _is(isinstance(put_chunks(client, 0, 8)[-1], Stored | Exists)))
+            for first in range(0, 3 * QUOTA_BYTES // CHUNK_BYTES, 64):  # three times as much as it may have
+                for result in put_chunks(client, first, 64):
+                    assert isinstance(result, Stored | Exists) or (
+                        isinstance(result, Refused) and result.reason in (QUOTA, OVERLOADED, DEADLINE)
+                    ), result
+                used = used_of(nodes, "ours")
+                assert sum(use.used_bytes for use in used) <= QUOTA_BYTES * 1.1
+            uses = used_of(nodes, "ours")
+            assert sum(use.used_bytes for use in uses) > QUOTA_BYTES / 2, "and it may have what it may have"
+            assert {use.quota_bytes for use in uses} == {QUOTA_BYTES}
+            await until(lambda: _is(all(use.cluster_used_bytes > QUOTA_BYTES / 2 for use in used_of(nodes, "ours"))))
+            store = nodes.open_store()
+            names = [name for name in (await store.load()).entries if name.startswith(USES)]
+            assert len(names) == 3, "an entry for each target, and none for a chunk"
+            await store.put(document_name(Document.QUOTA, "ours"), json.dumps({"bytes": QUOTA_BYTES // 4}))
+            await until(lambda: _is(sum(use.share_bytes for use in used_of(nodes, "ours")) <= QUOTA_BYTES // 4))
+            await until(lambda: _is(sum(use.used_bytes for use in used_of(nodes, "ours")) <= QUOTA_BYTES // 4))
+            await store.close()
+
+    asyncio.run(body())

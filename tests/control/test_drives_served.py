@@ -33,10 +33,10 @@ def folders(folder: Path, *names: str) -> str:
     return ",".join(str(folder / name) for name in names)
 
 
-def serve(folder: Path, dirs: str) -> ServeProcess:
+def serve(folder: Path, dirs: str, *more: str) -> ServeProcess:
     capacity = f"{64 * len(dirs.split(','))}MiB"
     (folder / "ready.json").unlink(missing_ok=True)
-    return ServeProcess(folder, "--data-dir", dirs, "--capacity", capacity, "--staging", "32MiB")
+    return ServeProcess(folder, "--data-dir", dirs, "--capacity", capacity, "--staging", "32MiB", *more)
 
 
 def lived(folder: Path, dirs: str, *, writes: bool = False) -> tuple[NodeReport, int]:
@@ -239,3 +239,24 @@ def test_status_shows_every_drive_as_a_row(pair: Path) -> None:
     for word in ("target", "capacity", "used", "hit rate", "throughput", "device", "epoch", "empty", "serving"):
         assert word in shown, word
     assert {drive["state"] for drive in asked["node"]["drives"]} == {"serving", "empty"}
+
+
+def test_what_was_dropped_while_a_drive_was_away_stays_dropped_over_workers(pair: Path) -> None:
+    """Each drive has a worker of its own: what one of them does not know the other one tells."""
+    two = ("--workers", "2")
+    with serve(pair, folders(pair, "a")) as process:
+        with KVClient.connect(process.wait_ready().grpc, deadline=20) as client:
+            assert client.namespace(NAMESPACE).drop()
+        process.terminate()
+        assert process.wait_exit() == 0, process.log
+    with serve(pair, folders(pair, "a", "b"), *two) as process:
+        ready = process.wait_ready()
+        assert len(ready.data) == 2
+        with KVClient.connect(ready.grpc, deadline=20) as client:
+            space = client.namespace(NAMESPACE)
+            keys = space.keys(range(16 * CHUNKS))
+            while any(space.contains(keys)):
+                pass  # for a moment after its start
+            outcomes = space.put(keys, [bytes(50_000)] * CHUNKS)
+            assert all(isinstance(one, Stored) for one in outcomes)
+            assert all(space.contains(keys))

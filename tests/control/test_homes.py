@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from kvstore.cluster.node_file import NodeFile
+from kvstore.cluster.store_address import parse_store_address
 from kvstore.engine.identity import NO_CLUSTER
 from kvstore.errors import Unavailable
 from kvstore.server.drive_check import note_drives, noted_drives
 from kvstore.server.home import Home, NotedHome, home_alone, home_in, note_home, noted_home
 from kvstore.server.node_record import NodeRecord, open_record
+from kvstore.server.seat import is_out_of_reach
 
 OWN, OURS, THEIRS = "11" * 16, "aa" * 16, "bb" * 16
 NOTHING = NotedHome()
@@ -70,3 +72,20 @@ def test_a_place_that_the_node_has_no_more_is_forgotten_and_a_missing_disk_is_no
     assert noted_drives(record) == {"/a": "1", "/b": "2"}, "b is missed, c is not configured any more"
     note_drives(record, {"/a": "2"}, ["/a", "/b"])
     assert noted_drives(record) == {"/a": "2"}, "b's disk is at a now"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "cluster", "expected"),
+    [
+        (("127.0.0.1",), "etcd://e1:2379,e2:2379", True),
+        (("127.0.0.1", "::1"), "etcd://10.0.0.1:2379", True),
+        (("127.0.0.1",), "etcd://127.0.0.1:2379,[::1]:2379", False),
+        (("127.0.0.1",), "file:///c.json", False),
+        (("127.0.0.1", "10.0.0.2"), "etcd://e1:2379", False),
+        (("0.0.0.0",), "etcd://e1:2379", False),
+    ],
+)
+def test_a_node_on_loopback_is_out_of_reach_of_a_cluster_elsewhere(
+    hosts: tuple[str, ...], cluster: str, expected: bool
+) -> None:
+    assert is_out_of_reach(hosts, parse_store_address(cluster)) is expected

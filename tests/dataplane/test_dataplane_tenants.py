@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.engine.engine import DriveEngine, EngineSettings
-from kvstore.errors import Denied, KVStoreError, UnknownNamespace
-from kvstore.limits import SECOND_NS, MiB
+from kvstore.errors import Denied, InvalidRequest, KVStoreError, UnknownNamespace
+from kvstore.limits import NAMESPACES_PER_TENANT_MAX, SECOND_NS, MiB
 from kvstore.server.admission import SCOPE_OF, TokenAdmission
 from kvstore.server.batch import pack_u32
 from kvstore.server.tenants import Scope, Tenant, TenantBook, Token, hash_of
@@ -385,6 +385,21 @@ def test_a_peer_token_that_is_replaced_closes_what_was_opened_with_it(node: Guar
     with pytest.raises(Denied):
         node.client(PEER)
     assert node.client(b"another secret of the nodes").get(THEIRS.digest, [KEY])[1] == {0: VALUE}
+
+
+def test_one_tenant_cannot_use_up_the_table_of_namespaces(node: Guarded) -> None:
+    known = {"ours": NAMESPACES_PER_TENANT_MAX, "theirs": 1}
+    node.lab.plane.namespace_count = lambda tenant: known[tenant]
+    ours, theirs = node.client(b"ours, all of it"), node.client(b"theirs, all of it")
+    another = Namespace(tenant="ours", model="one too many", weights="w", layout=LAYOUT)
+    with pytest.raises(InvalidRequest, match="the limit of one tenant"):
+        ours.register(another.manifest())
+    assert node.engine.namespace(another.digest) is None
+    ours.register(OURS.manifest())  # one that is known is no news
+    theirs.register(NEVER.manifest())
+    known["ours"] -= 1
+    ours.register(another.manifest())
+    assert [node.engine.store.namespaces.count_of(tenant) for tenant in known] == [2, 2]
 
 
 def with_scopes(token: bytes, scopes: Scope) -> TenantBook:

@@ -16,7 +16,8 @@ from kvstore.server.report import (
     NamespaceReport,
     NodeReport,
     NodeState,
-    TenantUse,
+    NodeWhere,
+    TenantReport,
     WorkerReport,
     WorkerState,
 )
@@ -55,6 +56,7 @@ def stats_message(report: NodeReport) -> pb.Stats:
         pid=report.pid,
         drives=[_drive_message(drive) for drive in report.drives],
         tenants=[_tenant_message(use) for use in report.tenants],
+        nodes=[pb.NodeWhere(node_id=node.node_id, grpc=node.grpc, version=node.version) for node in report.nodes],
     )
 
 
@@ -73,6 +75,7 @@ def stats_value(message: pb.Stats) -> NodeReport:
         numbers=_snapshot(message.numbers),
         drives=tuple(map(_drive_value, message.drives)),
         tenants=tuple(map(_tenant_value, message.tenants)),
+        nodes=tuple(NodeWhere(node_id=node.node_id, grpc=node.grpc, version=node.version) for node in message.nodes),
     )
 
 
@@ -136,7 +139,7 @@ def _drive_value(message: pb.Drive) -> DriveReport:
     )
 
 
-def _tenant_message(use: TenantUse) -> pb.TenantUse:
+def _tenant_message(use: TenantReport) -> pb.TenantUse:
     return pb.TenantUse(
         name=use.name,
         quota_bytes=use.quota_bytes,
@@ -144,17 +147,21 @@ def _tenant_message(use: TenantUse) -> pb.TenantUse:
         records=use.records,
         refused_records=use.refused_records,
         weight=use.weight,
+        share_bytes=use.share_bytes,
+        cluster_used_bytes=use.cluster_used_bytes,
     )
 
 
-def _tenant_value(message: pb.TenantUse) -> TenantUse:
-    return TenantUse(
+def _tenant_value(message: pb.TenantUse) -> TenantReport:
+    return TenantReport(
         name=message.name,
         quota_bytes=message.quota_bytes,
         used_bytes=message.used_bytes,
         records=message.records,
         refused_records=message.refused_records,
         weight=message.weight,
+        share_bytes=message.share_bytes,
+        cluster_used_bytes=message.cluster_used_bytes,
     )
 
 
