@@ -115,7 +115,9 @@ class NetLab:
         """What a place sends passes at this rate at most, as through a slow network card."""
         burst_bytes = max(2 * _FRAME_BYTES_MAX, bytes_per_s // 100)
         shape = ("rate", f"{bytes_per_s * 8}bit", "burst", f"{burst_bytes}b", "latency", "200ms")
-        _run(*place.prefix, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *shape)
+        _run(*place.prefix, "tc", "qdisc", "replace", "dev", "eth0", "root", "handle", "1:", "tbf", *shape)
+        # a queue for each connection: else those that send much keep out the first packets of new ones
+        _run(*place.prefix, "tc", "qdisc", "replace", "dev", "eth0", "parent", "1:1", "fq_codel")
 
     def close(self) -> None:
         """Takes everything away. Idempotent."""

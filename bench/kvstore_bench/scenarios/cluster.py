@@ -1,0 +1,33 @@
+"""Many nodes: how speed grows with targets, what lookups cost, how long faults last, and what `run_bytes` does.
+
+Nodes and etcd are processes of this machine, in network namespaces: it needs root. Placement needs neither.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from kvstore.testing.net_lab import NamespacesUnavailable
+from kvstore_bench.measure import Row
+from kvstore_bench.scenarios import cluster_placement, cluster_recovery, cluster_speed
+
+GROUPS: Final[dict[str, Callable[..., Iterator[Row]]]] = {
+    "placement": cluster_placement.run,
+    "lookup": cluster_speed.lookups,
+    "throughput": cluster_speed.throughput,
+    "recovery": cluster_recovery.run,
+}
+
+
+def run(*, quick: bool, folder: Path, only: str) -> Iterator[Row]:
+    """Rows of the groups whose name contains `only`. Raises RuntimeError where a network cannot be made."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix="kvstore-cluster-") as made:
+        for name, group in GROUPS.items():
+            if only in name:
+                try:
+                    yield from group(quick=quick, folder=Path(made))
+                except NamespacesUnavailable as error:
+                    raise RuntimeError(str(error)) from error
