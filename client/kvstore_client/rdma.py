@@ -180,7 +180,8 @@ class RdmaPorts:
         """The port for connections from this address of ours.
 
         Raises:
-            Unavailable, InvalidRequest: There is none; it is not looked for again.
+            Unavailable: There is none; it is not looked for again.
+            Closed: The client is closed.
         """
         with self._lock:
             if self._is_closed:
@@ -202,7 +203,7 @@ class RdmaPorts:
                         opened.close()
                     self._by_host[host] = known or opened
                     return known or opened
-            raise type(failure)(str(failure))
+            raise Unavailable(str(failure))
 
     def _note(self, reason: str) -> None:
         if not self.reason:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.device.host_files import HostFiles
-from kvstore.errors import KVStoreError, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.server.launch import RdmaMode
 from kvstore.telemetry.metrics import RdmaMetrics
 from kvstore.transport.rdma.backends import open_verbs
@@ -17,6 +17,7 @@ from kvstore.transport.rdma.marks import lane_of
 from kvstore.transport.rdma.node_channel import RdmaNodeChannel
 from kvstore.transport.rdma.pairs import PairTable
 from kvstore.transport.rdma.rail import Pair, Rail, open_rail
+from kvstore.transport.rdma.regions import explained
 from kvstore.transport.rdma.staging import Staging
 from kvstore.transport.rdma.verbs import Access, VerbsFailure
 from kvstore.transport.rdma_choice import choose_port
@@ -68,9 +69,14 @@ class RdmaService:
         return self._rail.fileno()
 
     def register(self, arenas: Sequence[memoryview]) -> None:
-        """Memory that payload goes out of and into, for good. Raises VerbsFailure."""
+        """Memory that payload goes out of and into, for good. Raises Unavailable, which names the limit and the fix."""
+        done_bytes = 0
         for arena in arenas:
-            self._staging.add(arena)
+            try:
+                self._staging.add(arena)
+            except VerbsFailure as failure:
+                raise explained(failure, len(arena), done_bytes) from None
+            done_bytes += len(arena)
 
     def channel(
         self, accepted: socket.socket, other: OtherPayload, *, body_bytes_max: int, budget: MemoryBudget | None
@@ -171,9 +177,8 @@ def start_rdma(
             raise
     except KVStoreError as error:
         if wish.mode is RdmaMode.REQUIRED:
-            raise type(error)(
-                f"transport rdma cannot be had: {error}; use transport auto to fall back to TCP"
-            ) from None
+            kind = InvalidRequest if isinstance(error, InvalidRequest) else Unavailable
+            raise kind(f"transport rdma cannot be had: {error}; use transport auto to fall back to TCP") from None
         metrics.fallbacks += 1
         metrics.choice = f"TCP: {error}"
         log.info("payload goes by TCP: %s", error)

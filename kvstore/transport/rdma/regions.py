@@ -254,7 +254,7 @@ class RegionCache:
         except VerbsFailure as failure:
             for _, region in regions:
                 region.close()
-            raise _explained(failure, length_bytes, self.registered_bytes) from None
+            raise explained(failure, length_bytes, self.registered_bytes) from None
         self.registered_bytes += length_bytes
         self.registered_count += len(regions)
         return HeldMemory(address, length_bytes, piece, regions)
@@ -326,7 +326,7 @@ class ClientRegions:
         return known.address + place.offset, place.length_bytes, known.remote_key
 
 
-def _explained(failure: VerbsFailure, length_bytes: int, registered_bytes: int) -> Unavailable:
+def explained(failure: VerbsFailure, length_bytes: int, registered_bytes: int) -> Unavailable:
     """A refusal as people can act on it: ENOMEM may be each of three limits."""
     if failure.errno not in (errno.ENOMEM, errno.EAGAIN, errno.EPERM):
         return failure

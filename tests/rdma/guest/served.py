@@ -70,8 +70,6 @@ def node(backend: str) -> None:
         it.terminate()
         assert it.wait_exit() == 0, it.log
         assert "Traceback" not in it.log, it.log
-    if backend == "ibverbs":
-        refused(folder / "short")
 
 
 def carry_out(words: list[str], ready: Ready) -> object:
@@ -89,30 +87,6 @@ def carry_out(words: list[str], ready: Ready) -> object:
         return len(children)
     subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # of perftest
     return 0
-
-
-def refused(folder: Path) -> None:
-    """A node that may lock 8 MiB, and needs more, says so at its start."""
-    folder.mkdir()
-    confined = ["setpriv", "--bounding-set", "-ipc_lock", "prlimit", f"--memlock={LOCKED_BYTES}"]
-    usual = [
-        "--data-dir",
-        str(folder),
-        "--capacity",
-        "64MiB",
-        "--cache",
-        "0",
-        "--staging",
-        "48MiB",
-        "--transport",
-        "rdma",
-    ]
-    ports = ["--grpc-port", "0", "--data-port", "0", "--metrics-port", "0", "--host", "127.0.0.1"]
-    command = [*confined, sys.executable, "-m", "kvstore", "serve", *usual, *ports]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert done.returncode != 0
-    assert "transport rdma cannot be had" in done.stdout + done.stderr, done.stderr
-    assert "ulimit -l unlimited" in done.stdout + done.stderr, done.stderr
 
 
 # --- the client's side --------------------------------------------------------------------------------------------

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import mmap
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 from kvstore.errors import Unavailable
+from kvstore.server.launch import RdmaMode
+from kvstore.server.rdma import RdmaWish, start_rdma
+from kvstore.telemetry.metrics import RdmaMetrics
 from kvstore.testing.rdma_lab import client_rail
-from kvstore.transport.rdma.backends import Backend, open_verbs
+from kvstore.transport.rdma.backends import LIBRARY_VARIABLE, Backend, open_verbs
 from kvstore.transport.rdma.regions import RegionCache
 from kvstore.transport.rdma.verbs import Access
 from tests.rdma.network import GID_INDEX
@@ -23,12 +28,15 @@ def test_more_than_may_be_locked(backend: str) -> None:
     # root without the capability that frees it from the limit
     confined = ["setpriv", "--bounding-set", "-ipc_lock", "prlimit", f"--memlock={LIMIT_BYTES}"]
     command = [*confined, sys.executable, "-m", "tests.rdma.guest.test_memlock", backend]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = os.environ | {LIBRARY_VARIABLE: backend}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ulimit -l unlimited" in done.stdout
     assert "LimitMEMLOCK" in done.stdout
     assert "IPC_LOCK" in done.stdout
-    assert done.stdout.endswith("4 MiB are registered\n")
+    assert "4 MiB are registered\n" in done.stdout
+    assert "a node: transport rdma cannot be had" in done.stdout
+    assert "falls back: True, TCP: " in done.stdout
 
 
 def confined(backend: Backend) -> None:
@@ -48,6 +56,18 @@ def confined(backend: Backend) -> None:
     print(f"{cache.registered_bytes >> 20} MiB are registered")
     cache.close()
     rail.close()
+    as_node(memoryview(much))
+
+
+def as_node(arena: memoryview) -> None:
+    """A node whose staging is too much ends where RDMA is required, and goes on without it where not."""
+    metrics = RdmaMetrics()
+    try:
+        start_rdma(RdmaWish(mode=RdmaMode.REQUIRED), [arena], metrics, time.monotonic_ns)
+    except Unavailable as error:
+        print("a node:", error)
+    service = start_rdma(RdmaWish(mode=RdmaMode.AUTO), [arena], metrics, time.monotonic_ns)
+    print(f"falls back: {service is None}, {metrics.choice}")
 
 
 if __name__ == "__main__":
