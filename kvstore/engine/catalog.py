@@ -7,15 +7,20 @@ records at any moment. Keys are index keys: 16 bytes of the record key, salted b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
+from kvstore.engine.api import NamespaceRef
 from kvstore.engine.history import Fate, History
-from kvstore.engine.index import NOT_INSERTED, Index
+from kvstore.engine.index import IS_COMPILED, NOT_INSERTED, Index
 from kvstore.engine.location import I64, U32, U64, Bools, location_page_counts, location_pages
+from kvstore.engine.namespaces import index_keys, index_keys_few
 from kvstore.engine.policy import SegmentScores
-from kvstore.limits import PAGE_BYTES, PINS_PER_KEY_MAX
+from kvstore.limits import DIGEST_BYTES, PAGE_BYTES, PINS_PER_KEY_MAX
 
+_FEW_KEYS: Final = 32
+"""Up to so many keys are searched one by one where the search is not compiled."""
 _SCALAR_KEYS_MAX = 8
 """Below this many keys a loop over scalars is faster than numpy."""
 
@@ -94,6 +99,30 @@ class Catalog:
         if before != tick:
             self.scores.touch(index.location_at(slot), before=before, now=tick)
         return True
+
+    def locate(self, ref: NamespaceRef, keys: bytes, indices: list[int], tick: int) -> list[int]:
+        """Locations of records, 0 where absent; with a tick (not 0) this counts as an access of each.
+
+        Args:
+            keys: n * 32 bytes of record keys.
+            indices: of those among them that are meant, in the order of the answers.
+        """
+        index = self.index
+        if IS_COMPILED:
+            return index.locate(keys, indices, ref.salt, tick, self.scores.access_sums)
+        if len(indices) <= _FEW_KEYS:
+            few = [keys[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES] for at in indices]
+            return self.locate_few(index_keys_few(ref, few), tick)
+        slots = index.find_many(index_keys(ref, keys)[indices])
+        there = slots >= 0
+        locations = index.locations.take(slots, mode="clip")
+        if not there.all():
+            locations[~there] = 0
+            slots = slots[there]
+        if tick:
+            self.touch_slots(slots, tick)
+        found: list[int] = locations.tolist()
+        return found
 
     def locate_few(self, keys16: Sequence[bytes], tick: int) -> list[int]:
         """Locations of a handful of keys, 0 where absent; with a tick (not 0) this counts as an access of each."""

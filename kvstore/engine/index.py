@@ -7,6 +7,9 @@ location, the access tick, the count of pins. Within its page a key may lie in e
 emptier takes it), so a lookup reads two cache lines of key halves at most. A split keeps every entry in its slot
 number, and is therefore two masked copies of a page.
 
+Searches of many keys are compiled (`_search.c`), and done in numpy where that was not built: the same answers, tested
+against each other.
+
 The hash is multilinear with secrets drawn per process: keys come from clients, who must not choose where they land.
 """
 
@@ -20,6 +23,13 @@ from typing import Final
 import numpy as np
 
 from kvstore.engine.location import I64, U8, U16, U32, U64, Bools
+
+try:
+    from kvstore.engine import _search
+except ImportError:
+    IS_COMPILED = False
+else:
+    IS_COMPILED = True
 
 SLOT_BYTES: Final = 30
 PAGE_SLOTS: Final = 256
@@ -227,9 +237,32 @@ class Index:
         Args:
             keys: shape [n, 2].
         """
+        if IS_COMPILED:
+            slots: I64 = np.empty(len(keys), dtype=np.int64)
+            _search.find_many(np.ascontiguousarray(keys), slots, *self._columns())
+            return slots
         key0 = np.ascontiguousarray(keys[:, 0])
         key1 = np.ascontiguousarray(keys[:, 1])
         return self._find(key0, key1, *self._buckets(key0, key1))
+
+    def locate(self, keys: bytes, indices: list[int], salt: bytes, tick: int, access_sums: I64) -> list[int]:
+        """See `Catalog.locate`; only where the search IS_COMPILED.
+
+        Args:
+            access_sums: of `SegmentScores`, which learn of each access.
+        """
+        return _search.locate(keys, indices, salt, *self._columns(), self.access, access_sums, tick)
+
+    def _columns(self) -> tuple[U64, U64, U64, U32, int, int, int]:
+        return (
+            self._key0,
+            self._key1,
+            self.locations,
+            self._directory,
+            self._shift,
+            self._secret0,
+            self._secret1,
+        )
 
     def lookup(self, keys: U64) -> U64:
         """Locations of n keys, 0 where absent. `keys` has shape [n, 2]."""

@@ -1,10 +1,11 @@
 """Parcels: whole records that go the way from the drive to one client together.
 
-They are read into one stretch of memory with one submission, checked in one loop, and sent in one frame: most of what
-a record costs in Python is a call or an object for each step, and here one of each serves up to 2 MiB. A parcel is
+They are read into one stretch of memory as one operation, checked in one loop, and sent in one frame: most of what a
+record costs in Python is a call or an object for each step, and here one of each serves up to 2 MiB. A parcel is
 checked when it is taken, right before it is sent, so that the send finds its bytes in the CPU's cache, and the drive
-works meanwhile. Whatever is not usual goes the general way (`loads`): a record that somebody else wants too, an
-error of the drive, bytes that are not right. Nothing is kept in the cache on this way: it is taken without one.
+works meanwhile; or when it lands while the frame of the one before it waits for the socket. Whatever is not usual goes
+the general way (`loads`): a record that somebody else wants too, an error of the drive, bytes that are not right.
+Nothing is kept in the cache on this way: it is taken without one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvstore.engine.division import Starts, divide
 from kvstore.engine.job import IoQueue
 from kvstore.engine.loads import Flight, Loader
 from kvstore.engine.location import DEPTH_BITS, PAGE_BITS, PAGES_BITS
-from kvstore.engine.packing import pack
+from kvstore.engine.packing import Packed, pack
 from kvstore.engine.request import Request
 from kvstore.engine.segment import SegmentTable
 from kvstore.engine.verify import Fault
@@ -47,6 +48,7 @@ class Parcel:
         errors: of runs that could not be read, by number.
         flights: its records one by one, once it goes the general way.
         generations: of the segments it was read from, by number, as they were when it landed.
+        packed: what its check has found, when that was made ahead.
     """
 
     __slots__ = (
@@ -57,6 +59,7 @@ class Parcel:
         "flights",
         "generations",
         "length_bytes",
+        "packed",
         "payload",
         "payload_bytes",
         "piece",
@@ -85,6 +88,7 @@ class Parcel:
         self.errors: dict[int, OSError] = {}
         self.flights: list[Flight] = []
         self.generations: dict[int, int] = {}
+        self.packed: Packed | None = None
         self.body = b""
         self.count = 0
         self.payload: list[memoryview] = []
@@ -152,12 +156,10 @@ class Parcels:
         None: the next one is on its way already, or too long, and has to go the general way.
         """
         wants, at = request.wants, request.next_want
-        cuts = request.cuts
-        if not cuts or cuts[-1].first != at:
-            cuts = request.cuts = divide(wants, at)
-        if not cuts:
+        cut = divide(wants, at)
+        if cut is None:
             return None
-        _, end, starts, pages = cuts[-1]
+        _, end, starts, pages = cut
         flights = self._loader.flights
         locations = [location for location, _ in wants[at:end]]
         if flights and not flights.keys().isdisjoint(locations):
@@ -169,7 +171,6 @@ class Parcels:
         if piece is None:
             request.blocked = True
             return False
-        cuts.pop()
         request.next_want = end
         request.staged_bytes += length
         parcel = Parcel(self, request, wants[at:end], starts, piece, self._catalog.version)
@@ -250,13 +251,23 @@ class Parcels:
             )
 
     # --- checking ----------------------------------------------------------------------------------------------------
+    def check(self, parcel: Parcel) -> Packed:
+        """Check what has landed, and pack it for the wire; once, however often it is asked for."""
+        packed = parcel.packed
+        if packed is None:
+            request = parcel.request
+            packed = parcel.packed = pack(
+                parcel.piece.view, parcel.wants, request.keys, request.spec.namespace, parcel.generations
+            )
+        return packed
+
     def open(self, parcel: Parcel) -> bool:
-        """Check what has landed, and pack it for the wire; False when nothing of it is right.
+        """Take what has landed and is right; False when nothing is.
 
         What is not right is read once more, the general way, where it lies then.
         """
         request = parcel.request
-        packed = pack(parcel.piece.view, parcel.wants, request.keys, request.spec.namespace, parcel.generations)
+        packed = self.check(parcel)
         if packed.faults:
             self._part_with(parcel, packed.faults)
         count = packed.count

@@ -63,6 +63,11 @@ class SegmentScores:
         self._scalars = (self.live_pages.data, self.live_records.data, self._access_sum.data, self._depth_sum.data)
 
     @property
+    def access_sums(self) -> I64:
+        """Per segment, what `touch` adds to: for the compiled search, which does the same."""
+        return self._access_sum
+
+    @property
     def live_bytes(self) -> int:
         """Padded bytes of all valid records, headers included."""
         return int(self.live_pages.sum()) * PAGE_BYTES

@@ -19,7 +19,7 @@ from kvstore.engine.direct import DirectReads
 from kvstore.engine.estimate import LoadEstimator
 from kvstore.engine.loads import HEADER, Flight, Loader
 from kvstore.engine.location import DEPTH_BITS, PAGES_BITS, location_pages, location_segment
-from kvstore.engine.namespaces import NamespaceTable, index_key, index_keys, index_keys_few
+from kvstore.engine.namespaces import NamespaceTable, index_key, index_keys
 from kvstore.engine.parcels import Parcel, Parcels
 from kvstore.engine.put import Put, Ticket
 from kvstore.engine.request import Pieces, Request
@@ -41,7 +41,7 @@ from kvstore.types.checksum import crcs_match
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import MissReason
 
-_FEW_KEYS: Final = 32
+_BACKGROUND: Final = FlowClass.BACKGROUND  # bound once: each request needs it
 _WATCHED_MIN: Final = 256
 _ARENA_SHARE: Final = 4  # a record longer than a quarter of the arena would wait for long until so much is free
 _RUN_PAGES_MAX: Final = READ_COALESCE_BYTES // PAGE_BYTES
@@ -84,6 +84,7 @@ class Reader:
         self._parcels = parcels
         self.uses_parcels = parcels.usable
         self.open_parcel: Callable[[Parcel], bool] = parcels.open
+        self.check_parcel: Callable[[Parcel], object] = parcels.check
         self._pending = pending
         self._metrics = metrics
         self._estimator = estimator
@@ -331,28 +332,12 @@ class Reader:
         if request.in_parcels and len(dict(request.wants)) < len(request.wants):
             request.in_parcels = False  # a key that is given twice waits twice for one flight
         request.next_want = 0
-        request.cuts = []
         request.version = self._catalog.version
 
     def _locate(self, request: Request, indices: Sequence[int]) -> list[int]:
         """Locations of records, 0 where absent; this counts as an access."""
-        ref, catalog = request.spec.namespace, self._catalog
-        background = request.spec.flow is FlowClass.BACKGROUND
-        if len(indices) <= _FEW_KEYS:
-            blob = request.keys
-            few = [blob[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES] for index in indices]
-            return catalog.locate_few(index_keys_few(ref, few), 0 if background else self.tick)
-        keys = index_keys(ref, request.keys)
-        slots = catalog.index.find_many(keys if len(indices) == len(keys) else keys[indices])
-        there = slots >= 0
-        locations = catalog.index.locations.take(slots, mode="clip")
-        if not there.all():
-            locations[~there] = 0
-            slots = slots[there]
-        if not background:
-            catalog.touch_slots(slots, self.tick)
-        found: list[int] = locations.tolist()
-        return found
+        tick = 0 if request.spec.flow is _BACKGROUND else self.tick
+        return self._catalog.locate(request.spec.namespace, request.keys, list(indices), tick)
 
     def _whole_pages_max(self, request: Request) -> int:
         """Records up to this are read whole without a further look."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from kvstore.engine.api import ParcelSource, ReadSink, ReadSpec
 from kvstore.engine.arena import Piece
 from kvstore.engine.cache import RecordFacts
-from kvstore.engine.division import Cut
 from kvstore.engine.readplan import Range, covering_blocks, ranges_per_record
 from kvstore.engine.ready import ReadyRecord
 from kvstore.limits import (
@@ -66,8 +65,8 @@ class Request:
         pieces: records to read piece by piece.
         places: the client's memory for each record that may be read straight into it; None where there is none.
         direct: (location, index) of records to read so, by place.
-        in_parcels: its records may come in parcels; `cuts` are the next ones of `wants`, the first one last.
-        landed: parcels that are there and not taken.
+        in_parcels: its records may come in parcels.
+        landed: parcels that are there and not taken; `taken` says whether one was.
         doubted: indices of records that came in a parcel, and were not right.
         queued, blocked: it stands in the reader's round, or among those that wait for memory.
         reader: whom to tell when memory comes back.
@@ -80,7 +79,6 @@ class Request:
         "_simple",
         "blocked",
         "closed",
-        "cuts",
         "direct",
         "doubted",
         "force_cache",
@@ -98,6 +96,7 @@ class Request:
         "sink",
         "spec",
         "staged_bytes",
+        "taken",
         "version",
         "wants",
     )
@@ -127,8 +126,8 @@ class Request:
         self._on_landed: Callable[[ParcelSource], None] | None = getattr(sink, "landed", None)
         self.in_parcels = self._simple and self._on_landed is not None and reader.uses_parcels
         self.landed: deque[Parcel] = deque()
+        self.taken = False
         self.doubted: set[int] = set()
-        self.cuts: list[Cut] = []
         self._ranges = ranges_per_record(spec.ranges, self.left) if spec.ranges is not None else None
 
     # --- ReadHandle --------------------------------------------------------------------------------------------------
@@ -331,6 +330,8 @@ class Request:
     # --- parcels -----------------------------------------------------------------------------------------------------
     def parcel_landed(self, parcel: Parcel) -> None:
         """A parcel is there, unchecked."""
+        if self.taken and not self.landed:
+            self.reader.check_parcel(parcel)  # while the frame of the last one is on its way
         self.landed.append(parcel)
         assert self._on_landed is not None
         self._on_landed(self)
@@ -339,6 +340,7 @@ class Request:
         """See `api.ParcelSource.take`."""
         while self.landed:
             parcel = self.landed.popleft()
+            self.taken = True
             if self.reader.open_parcel(parcel):
                 return parcel
         return None

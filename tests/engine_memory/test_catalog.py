@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.engine.api import NamespaceRef
 from kvstore.engine.catalog import Catalog
 from kvstore.engine.history import Event, Fate, History
 from kvstore.engine.location import U64, location_pages, location_segment, pack_location
+from kvstore.engine.namespaces import index_keys
 from kvstore.limits import PAGE_BYTES
 from kvstore.types.results import MissReason
 
@@ -118,3 +121,33 @@ def test_history_is_a_ring_that_knows_the_last_of_each_key() -> None:
     history.note(keys_of(list(range(10, 30))), Fate.EVICTED, tick=9)
     assert len(history) == 4
     assert history.reasons(keys_of([29, 25])).tolist() == [MissReason.EVICTED, MissReason.ABSENT]
+
+
+@given(
+    held=st.lists(st.integers(0, 60), unique=True, max_size=60),
+    asked=st.lists(st.integers(0, 70), max_size=90),
+    indices=st.lists(st.integers(0, 89), max_size=100),
+    ticks=st.tuples(st.integers(1, 3), st.integers(0, 3)),
+)
+def test_locating_is_the_same_compiled_and_not(
+    held: list[int], asked: list[int], indices: list[int], ticks: tuple[int, int]
+) -> None:
+    """Locations, access ticks and scores: with keys given twice, absent ones, any order and any part of a request."""
+    ref = NamespaceRef(id=1, digest=bytes(32), generation=1, salt=bytes(range(16)), tenant="t")
+    blob = b"".join(name.to_bytes(4, "little") * 8 for name in asked)
+    meant = [at for at in indices if at < len(asked)]
+    outcomes = []
+    for compiled in (True, False):
+        catalog = Catalog(entries_max=1000, segment_count=SEGMENTS, seed=1)
+        for name in held:
+            place = pack_location(segment=name % SEGMENTS, page=name * 8 + 1, pages=1 + name % 5, depth=name)
+            for key0, key1 in index_keys(ref, name.to_bytes(4, "little") * 8).tolist():
+                assert catalog.commit(key0, key1, place, ticks[0])
+        with pytest.MonkeyPatch.context() as patch:
+            if not compiled:
+                patch.setattr("kvstore.engine.catalog.IS_COMPILED", False)
+                patch.setattr("kvstore.engine.index.IS_COMPILED", False)
+            found = catalog.locate(ref, blob, meant, ticks[1])
+        outcomes.append((found, catalog.index.access.tobytes(), catalog.scores.access_sums.tolist()))
+    assert outcomes[0] == outcomes[1]
+    assert [location != 0 for location in outcomes[0][0]] == [asked[at] in held for at in meant]

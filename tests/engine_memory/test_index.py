@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.engine import _search
+from kvstore.engine import index as index_room
 from kvstore.engine.index import NOT_INSERTED, Index
 from kvstore.engine.location import (
     DEPTH_MAX,
@@ -187,3 +189,47 @@ def test_a_location_comes_apart_as_it_was_put_together(segment: int, page: int, 
     assert location_depths(array).tolist() == [cut]
     one = [np.array([value], dtype=np.uint64) for value in (segment, page, pages, depth)]
     assert pack_locations(segments=one[0], pages_at=one[1], pages=one[2], depths=one[3]).tolist() == [location]
+
+
+@given(held=st.lists(keys, max_size=300), asked=st.lists(keys, max_size=60), shape=st.integers(0, 3))
+def test_every_search_finds_the_same(held: list[Key], asked: list[Key], shape: int) -> None:
+    """Compiled, in numpy and one by one; with few different halves, or with many keys so that pages have split."""
+    index = Index(20_000, seed=2)
+    if shape:
+        many = random_keys(shape * 700, seed=shape)
+        index.insert_many(many, np.arange(1, len(many) + 1, dtype=np.uint64), 1)
+        asked = asked + [(int(key0), int(key1)) for key0, key1 in many[::50]] + [(5, shape)]
+    for location, key in enumerate(held, 10_000):
+        index.insert(*key, location, 1)
+    for key in held[::3]:
+        index.delete(*key)
+    wanted = keys_of(asked)
+    one_by_one = [index.find(*key) for key in asked]
+    with pytest.MonkeyPatch.context() as patch:
+        assert index_room.IS_COMPILED, "the extension is not built"
+        assert index.find_many(wanted).tolist() == one_by_one
+        assert index.find_many(wanted[::-1]).tolist() == one_by_one[::-1]
+        patch.setattr(index_room, "IS_COMPILED", False)
+        assert index.find_many(wanted).tolist() == one_by_one
+
+
+def test_a_wrong_directory_is_no_wild_read() -> None:
+    index = Index(1000, seed=1)
+    columns = list(index._columns())
+    keys, slots = random_keys(3, seed=1), np.empty(3, dtype=np.int64)
+    _search.find_many(keys, slots, *columns)  # type: ignore[arg-type]
+    assert slots.tolist() == [-1] * 3
+    for at, wrong in (
+        (3, np.array([1 << 30], dtype=np.uint32)),
+        (3, np.zeros(0, dtype=np.uint32)),
+        (1, columns[1][:8]),
+    ):
+        changed = [*columns]
+        changed[at] = wrong
+        with pytest.raises(ValueError, match="of the index"):
+            _search.find_many(keys, slots, *changed)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="as many slots"):
+        _search.find_many(keys, slots[:2], *columns)  # type: ignore[arg-type]
+    for indices, error in (([3], IndexError), ([-1], IndexError), (["x"], TypeError)):
+        with pytest.raises(error):
+            index.locate(bytes(96), indices, bytes(16), 0, np.zeros(1, dtype=np.int64))  # type: ignore[arg-type]

@@ -23,10 +23,12 @@ from kvstore.limits import (
     ACCESS_TICK_NS,
     MS_NS,
     PAGE_BYTES,
+    PARCEL_BYTES_FIRST,
     PARCEL_BYTES_MAX,
     RANGES_PER_ITEM_MAX,
     READ_COALESCE_BYTES,
     SECOND_NS,
+    SLICES_PER_FRAME_MAX,
     MiB,
 )
 from kvstore.types.checksum import crc_table, crcs_match
@@ -269,13 +271,17 @@ def test_records_are_divided_into_parcels_as_one_after_the_other(
         wants.append((pack_location(segment=2, page=page, pages=pages, depth=index % 3), index))
         page += pages
     at = min(at, len(wants) - 1)
-    cuts = divide(wants, at)
-    if not cuts:
-        assert lengths[at] > MiB // PAGE_BYTES + 1
-    for cut in reversed(cuts):
-        assert cut.first == at
+    while at < len(wants):
+        cut = divide(wants, at)
+        if cut is None:
+            assert lengths[at] > MiB // PAGE_BYTES + 1
+            return
+        assert (cut.first, cut.end > at) == (at, True)
+        most = PARCEL_BYTES_MAX if at else PARCEL_BYTES_FIRST
         assert cut.pages == sum(lengths[at : cut.end])
-        assert cut.pages - (cut.end - at) <= PARCEL_BYTES_MAX // PAGE_BYTES, "a page of each is its header"
+        assert cut.pages - (cut.end - at) <= most // PAGE_BYTES, "a page of each is its header"
+        if cut.end < len(wants) and lengths[cut.end] <= MiB // PAGE_BYTES + 1 and cut.end - at < SLICES_PER_FRAME_MAX:
+            assert cut.pages + lengths[cut.end] - (cut.end + 1 - at) > most // PAGE_BYTES, "as many as fit"
         runs = [*(first for first, _, _ in cut.starts), cut.end - at]
         assert runs[0] == 0
         assert runs == sorted(set(runs))
@@ -285,9 +291,6 @@ def test_records_are_divided_into_parcels_as_one_after_the_other(
                 location = wants[number][0]
                 assert 2 << PAGE_BITS | location_page(location) == place + sum(lengths[at + first : number])
             assert last - first == 1 or sum(lengths[at + first : at + last]) <= READ_COALESCE_BYTES // PAGE_BYTES
-        alone = divide(wants[: cut.end][: at + 15], at)  # few: one record after the other
-        if cut.end <= at + 15:
-            assert alone == [cut]
         at = cut.end
 
 

@@ -1,0 +1,32 @@
+"""Types of the compiled search, _search.c, where each call is described."""
+
+from kvstore.engine.location import I64, U32, U64
+
+def find_many(
+    keys: U64,
+    slots: I64,
+    key0: U64,
+    key1: U64,
+    locations: U64,
+    directory: U32,
+    shift: int,
+    secret0: int,
+    secret1: int,
+    /,
+) -> None: ...
+def locate(
+    keys: bytes,
+    indices: list[int],
+    salt: bytes,
+    key0: U64,
+    key1: U64,
+    locations: U64,
+    directory: U32,
+    shift: int,
+    secret0: int,
+    secret1: int,
+    access: U32,
+    access_sums: I64,
+    tick: int,
+    /,
+) -> list[int]: ...
