@@ -80,9 +80,9 @@ class AsyncKVClient:
                 raise
         return client
 
-    def namespace(self, namespace: Namespace) -> AsyncNamespace:
-        """The verbs of a namespace."""
-        return AsyncNamespace(self, namespace)
+    def namespace(self, namespace: Namespace, *, copies: int | None = None) -> AsyncNamespace:
+        """As `KVClient.namespace`."""
+        return AsyncNamespace(self, namespace, copies=copies)
 
     async def refresh(self) -> None:
         """Asks for the view now. Raises Unavailable, DeadlineExceeded or Denied when no node gave it."""
@@ -126,8 +126,8 @@ class AsyncKVClient:
 class AsyncNamespace(NamespaceKeys):
     """The verbs of one namespace; see `BoundNamespace` for arguments, results and errors."""
 
-    def __init__(self, client: AsyncKVClient, namespace: Namespace) -> None:
-        super().__init__(namespace)
+    def __init__(self, client: AsyncKVClient, namespace: Namespace, *, copies: int | None = None) -> None:
+        super().__init__(namespace, copies=client.options.copies if copies is None else copies)
         self._client = client
 
     def match(
@@ -147,6 +147,7 @@ class AsyncNamespace(NamespaceKeys):
             keys,
             shards=shards,
             need=need,
+            copies=self._copies,
             pin_ttl_ns=pin_ttl_ns(pin_ttl),
             deadline_ns=self._deadline_ns(deadline),
         )
@@ -182,6 +183,7 @@ class AsyncNamespace(NamespaceKeys):
                 shape,
                 chain,
                 rows,
+                copies=self._copies,
                 accept_pending=accept_pending,
                 deadline_ns=until_ns,
             )
@@ -210,6 +212,7 @@ class AsyncNamespace(NamespaceKeys):
             part=part,
             durability=choice("durability", durability, DURABILITIES),
             wait=choice("wait", wait, WAITS),
+            copies=self._copies,
         )
         until_ns = self._deadline_ns(deadline)
         return await session.driver.run(
@@ -251,7 +254,15 @@ class AsyncNamespace(NamespaceKeys):
         session = self._client.session()
         until_ns = self._deadline_ns(deadline)
         return await session.driver.run(
-            read_verbs.prefetch(session.core, self.namespace, keys, shards=shards, part=part, deadline_ns=until_ns)
+            read_verbs.prefetch(
+                session.core,
+                self.namespace,
+                keys,
+                shards=shards,
+                part=part,
+                copies=self._copies,
+                deadline_ns=until_ns,
+            )
         )
 
     async def delete(
@@ -286,7 +297,7 @@ class AsyncNamespace(NamespaceKeys):
     ) -> AsyncWriter:
         """As `BoundNamespace.writer`: `async with await ns.writer(keys) as writer: ...`."""
         session = self._client.session()
-        request = OpenRequest(keys=keys, shards=shards, lengths=lengths, part=part, ttl=ttl)
+        request = OpenRequest(keys=keys, shards=shards, lengths=lengths, part=part, ttl=ttl, copies=self._copies)
         state = await session.driver.run(
             writer_verbs.open_writer(session.core, self.namespace, self._manifest, request, self._deadline_ns(deadline))
         )
@@ -309,6 +320,7 @@ class AsyncNamespace(NamespaceKeys):
                 keys,
                 shards=shards,
                 part=part,
+                copies=self._copies,
                 deadline_ns=self._deadline_ns(deadline),
                 waits=waits,
             )

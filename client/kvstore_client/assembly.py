@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
+from kvstore.cluster.view import TargetId
 from kvstore.errors import InvalidRequest
 from kvstore.limits import SLICE_BYTES_MAX
 from kvstore.types.checksum import block_count, crc_table, crc_table_fragments
@@ -27,16 +28,43 @@ class Piece(NamedTuple):
     crcs: bytes
 
 
+class WrittenCopy:
+    """One copy of a record, on one target.
+
+    Attributes:
+        record: What is written.
+        target: Where it goes.
+        writer_id: What the node calls it; meaningless before it is granted.
+        boot_count: Of its target when it was granted.
+        status: OPEN while it takes pieces, then an ItemStatus or RefusedReason code.
+        content_id, detail: As in OutgoingRecord.
+    """
+
+    __slots__ = ("boot_count", "content_id", "detail", "record", "status", "target", "writer_id")
+
+    def __init__(self, record: AssembledRecord, target: TargetId) -> None:
+        self.record = record
+        self.target = target
+        self.writer_id = 0
+        self.boot_count = 0
+        self.status = OPEN
+        self.content_id = bytes(16)
+        self.detail = ""
+
+    def finish(self, status: int, *, content_id: bytes = bytes(16), detail: str = "") -> None:
+        """How it ended; it takes no more pieces."""
+        self.status = status
+        self.content_id = content_id
+        self.detail = detail
+
+
 class AssembledRecord:
     """State of one record of a writer.
 
     Attributes:
         item: Index of its key in the caller's sequence.
         length_bytes, block_bytes: Of the record.
-        writer_id: What the node calls it; meaningless before it is granted.
-        boot_count: Of its target when it was granted.
-        status: OPEN while it takes pieces, then an ItemStatus or RefusedReason code.
-        content_id, detail: As in OutgoingRecord.
+        copies: One for each target that it is written to; all take the same pieces.
     """
 
     __slots__ = (
@@ -45,24 +73,16 @@ class AssembledRecord:
         "_left",
         "_table",
         "block_bytes",
-        "boot_count",
-        "content_id",
-        "detail",
+        "copies",
         "item",
         "length_bytes",
-        "status",
-        "writer_id",
     )
 
     def __init__(self, *, item: int, length_bytes: int, block_bytes: int) -> None:
         self.item = item
         self.length_bytes = length_bytes
         self.block_bytes = block_bytes
-        self.writer_id = 0
-        self.boot_count = 0
-        self.status = OPEN
-        self.content_id = bytes(16)
-        self.detail = ""
+        self.copies: list[WrittenCopy] = []
         count = block_count(length_bytes, block_bytes)
         self._table = bytearray(4 * count)
         self._done = bytearray(count)
@@ -84,12 +104,10 @@ class AssembledRecord:
         """The checksums of all blocks; only right when complete."""
         return bytes(self._table)
 
-    def finish(self, status: int, *, content_id: bytes = bytes(16), detail: str = "") -> None:
-        """How it ended; it takes no more pieces."""
-        self.status = status
-        self.content_id = content_id
-        self.detail = detail
-        self._edges.clear()
+    @property
+    def is_open(self) -> bool:
+        """Whether any copy takes pieces."""
+        return any(copy.status == OPEN for copy in self.copies)
 
     def add(self, offset: int, region: Region, start: int, length: int) -> list[Piece]:
         """Takes bytes offset..offset+length of the record, which lie in `region` from `start` on.

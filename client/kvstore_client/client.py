@@ -92,9 +92,18 @@ class KVClient:
                 raise
         return client
 
-    def namespace(self, namespace: Namespace) -> BoundNamespace:
-        """The verbs of a namespace. Asks nobody: nodes learn of it with the first write."""
-        return BoundNamespace(self, namespace)
+    def namespace(self, namespace: Namespace, *, copies: int | None = None) -> BoundNamespace:
+        """The verbs of a namespace. Asks nobody: nodes learn of it with the first write.
+
+        Args:
+            namespace: Which.
+            copies: How many places each record lies on, 1 to 3; all clients of a namespace should say the same. None is
+                what `options` say, else what the cluster does. Head runs have at least as many as the cluster says.
+
+        Raises:
+            InvalidRequest: `copies` is not 1 to 3.
+        """
+        return BoundNamespace(self, namespace, copies=copies)
 
     def refresh(self) -> None:
         """Asks for the view now. Raises Unavailable, DeadlineExceeded or Denied when no node gave it."""
@@ -196,5 +205,6 @@ def client_options(
         deadline_ns=known.deadline_ns if deadline is None else int(deadline * SECOND_NS),
         connections_per_target=known.connections_per_target,
         idle_ns=known.idle_ns,
+        copies=known.copies,
         transport=known.transport if transport is None and base is not None else parse_transport(transport),
     )

@@ -5,6 +5,7 @@ A copy that could not be placed because the view has changed meanwhile is placed
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 from kvstore.cluster.view import TargetId
 from kvstore.errors import StaleView, Unavailable
 from kvstore.limits import COPY_SILENCE_NS, DIGEST_BYTES, PLANS_PER_CALL_MAX
+from kvstore.types.content_id import content_id
 from kvstore.types.keys import KeyChain
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import RefusedReason
+from kvstore.wire.messages import Manifest
 from kvstore_client.core import ClientCore
 from kvstore_client.outcomes import TAKEN
 from kvstore_client.planner import Keys, Section, plan_records
@@ -23,9 +26,9 @@ from kvstore_client.record_facts import ChainFacts, PartFacts
 from kvstore_client.regions import Item, Region
 from kvstore_client.rounds import Verb, attempt, ensure_view, refresh_view
 from kvstore_client.stores import OPEN, OutgoingRecord, StoreJob, refusal_of
-from kvstore_client.topology import places_of
+from kvstore_client.topology import places_to_write
 
-_MOVED = frozenset({int(RefusedReason.DRAINING)})
+_MOVED = frozenset({int(RefusedReason.DRAINING), int(RefusedReason.FENCED)})
 """Refusals by which a target says that it takes no new keys: another one does by the newest view."""
 
 
@@ -62,6 +65,8 @@ class StoredItems:
         self._kind = PartFacts.of(namespace.layout, part)
         self._sizes = [namespace.layout.record_bytes(one.shard, part=one.part) for one in sections]
         self._copies: dict[int, dict[TargetId, OutgoingRecord]] = {}
+        self._crcs: dict[int, dict[tuple[int, int], bytes]] = {}
+        self._ids: dict[int, bytes] = {}
 
     def copies_of(self, item: int) -> list[list[OutgoingRecord]]:
         """The copies of each record of an item."""
@@ -78,8 +83,12 @@ class StoredItems:
         taken = [name for name, copy in self._copies.get(number, {}).items() if copy.status in TAKEN]
         return len(taken) < wanted and target not in taken
 
-    def copy_for(self, number: int, target: TargetId, key: bytes) -> OutgoingRecord:
-        """A new copy of record `number` of the plan, for a target."""
+    def copy_for(self, number: int, target: TargetId, key: bytes, *, is_one_of: int = 1) -> OutgoingRecord:
+        """A new copy of record `number` of the plan, for a target.
+
+        Where it is one of several, all have the same content id, so that a reader of parts may change from one to the
+        other, and checksums that were made once.
+        """
         section, item = divmod(number, len(self.chain))
         facts, kind, region = self._facts, self._kind, self._regions[item]
         copy = OutgoingRecord(
@@ -93,11 +102,20 @@ class StoredItems:
             base_bytes=sum(self._sizes[:section]),
             length_bytes=region.length_bytes if len(self.sections) == 1 else self._sizes[section],
             block_bytes=kind.block_bytes,
+            shared_crcs=None if is_one_of == 1 else self._crcs.setdefault(number, {}),
         )
+        if is_one_of > 1:
+            copy.own_id = self._ids.get(number) or self._new_id(number, copy)
         places = self._copies.setdefault(number, {})
         copy.was_offered = target in places and places[target].was_offered
         places[target] = copy
         return copy
+
+    def _new_id(self, number: int, copy: OutgoingRecord) -> bytes:
+        length = copy.length_bytes
+        made = content_id(length, copy.crcs(0, length, copy.cut(0, length)), os.urandom(8))
+        self._ids[number] = made
+        return made
 
     def refuse(self, items: Sequence[int], detail: str) -> None:
         """There is nobody who could take these."""
@@ -112,7 +130,7 @@ def store_items(
     core: ClientCore,
     items: StoredItems,
     request: StoreRequest,
-    manifest: bytes,
+    manifest: Manifest,
     chosen: Sequence[int],
     deadline_ns: int,
 ) -> Verb[None]:
@@ -149,7 +167,7 @@ def _jobs(
     core: ClientCore,
     items: StoredItems,
     request: StoreRequest,
-    manifest: bytes,
+    manifest: Manifest,
     chosen: Sequence[int],
     deadline_ns: int,
 ) -> list[StoreJob]:
@@ -157,9 +175,7 @@ def _jobs(
     placement = core.placement
     if placement is None:
         return []
-    where = placement if isinstance(placement, str) else places_of(placement, items.chain, copies=request.copies)
-    if not isinstance(where, str):
-        where = where.only_newest()
+    where = places_to_write(placement, items.chain, copies=request.copies)
     plan = plan_records(items.chain, layout=items.namespace.layout, sections=items.sections, where=where)
     copies = Counter(number for batch in plan.batches for number in batch.records) if len(plan.batches) > 1 else None
     wanted = set(chosen)
@@ -167,7 +183,12 @@ def _jobs(
     jobs = []
     for batch in plan.batches:
         records = [
-            items.copy_for(number, batch.target, batch.keys[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES])
+            items.copy_for(
+                number,
+                batch.target,
+                batch.keys[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES],
+                is_one_of=copies[number] if copies else 1,
+            )
             for index, number in enumerate(batch.records)
             if number % plan.key_count in wanted
             and (is_first or items.needs(number, batch.target, copies[number] if copies else 1))
@@ -183,6 +204,7 @@ def _jobs(
                 durability=request.durability,
                 wait=request.wait,
             )
+            job.is_first_word = bool(manifest.copies) and core.link(batch.target).is_news(items.namespace.digest)
             if copies is not None and max(copies.values()) > 1:
                 job.heard_by_ns = min(deadline_ns, time.monotonic_ns() + COPY_SILENCE_NS)
             jobs.append(job)

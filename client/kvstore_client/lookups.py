@@ -74,7 +74,7 @@ class TellJob(Job):
     __slots__ = ("_manifest", "_message")
 
     def __init__(
-        self, *, target: TargetId, flow: FlowClass, deadline_ns: int, message: Message, manifest: bytes = b""
+        self, *, target: TargetId, flow: FlowClass, deadline_ns: int, message: Message, manifest: Manifest | None = None
     ) -> None:
         super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, retries_max=READ_RETRIES_MAX)
         self._message = message
@@ -85,9 +85,9 @@ class TellJob(Job):
         try:
             yield from connection.ask(self._message, End)
         except UnknownNamespace:
-            if not self._manifest:
+            if self._manifest is None:
                 raise
-            yield from connection.ask(Manifest(manifest=self._manifest), End)
+            yield from connection.ask(self._manifest, End)
             yield from connection.ask(self._message, End)
 
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvstore.errors import InvalidRequest
-from kvstore.limits import UNPIN_NS_MAX
+from kvstore.limits import COPIES_MAX, UNPIN_NS_MAX
 from kvstore.types.keys import KeyChain
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import Exists, Hit, Miss, Refused, Stored
 from kvstore.types.tokens import Tokens
+from kvstore.wire.messages import Manifest
 from kvstore_client import read_verbs, write_verbs
 from kvstore_client.copies import StoreRequest
 from kvstore_client.lane import Lanes
@@ -38,9 +39,20 @@ if TYPE_CHECKING:
 class NamespaceKeys:
     """What a namespace knows without asking anybody."""
 
-    def __init__(self, namespace: Namespace) -> None:
+    def __init__(self, namespace: Namespace, *, copies: int | None) -> None:
+        """
+        Args:
+            namespace: Which.
+            copies: Of each of its records; None is what the cluster says.
+
+        Raises:
+            InvalidRequest: `copies` is not 1 to COPIES_MAX.
+        """
+        if copies is not None and not (isinstance(copies, int) and 1 <= copies <= COPIES_MAX):
+            raise InvalidRequest(f"copies is {copies!r:.80}; use 1 to {COPIES_MAX}, or None for what the cluster says")
         self.namespace = namespace
-        self._manifest = namespace.manifest()
+        self._copies = copies
+        self._manifest = Manifest(manifest=namespace.manifest(), copies=copies or 0)
         self._whole_shape = shape_of(namespace.layout, key_count=0, shards=None, part=None, layers=None, ranges=None)
 
     def _shape(
@@ -96,8 +108,9 @@ class BoundNamespace(NamespaceKeys):
     Closed says that the client was closed.
     """
 
-    def __init__(self, client: KVClient, namespace: Namespace) -> None:
-        super().__init__(namespace)
+    def __init__(self, client: KVClient, namespace: Namespace, *, copies: int | None = None) -> None:
+        """See `KVClient.namespace`."""
+        super().__init__(namespace, copies=client.options.copies if copies is None else copies)
         self._client = client
         self._block_bytes = namespace.layout.checksum_bytes()
         self._may_share = client.options.transport is not Transport.TCP
@@ -141,6 +154,7 @@ class BoundNamespace(NamespaceKeys):
                 keys,
                 shards=shards,
                 need=need,
+                copies=self._copies,
                 pin_ttl_ns=ttl_ns,
                 deadline_ns=self._deadline_ns(deadline),
             )
@@ -246,6 +260,7 @@ class BoundNamespace(NamespaceKeys):
                 shape,
                 chain,
                 rows,
+                copies=self._copies,
                 accept_pending=accept_pending,
                 deadline_ns=until_ns,
                 begun=begun,
@@ -291,6 +306,7 @@ class BoundNamespace(NamespaceKeys):
             part=part,
             durability=choice("durability", durability, DURABILITIES),
             wait=choice("wait", wait, WAITS),
+            copies=self._copies,
         )
         return session.driver.run(
             write_verbs.store(session.core, self.namespace, self._manifest, request, self._deadline_ns(deadline))
@@ -313,6 +329,7 @@ class BoundNamespace(NamespaceKeys):
                 keys,
                 shards=shards,
                 part=part,
+                copies=self._copies,
                 deadline_ns=self._deadline_ns(deadline),
                 waits=False,
             )
@@ -336,6 +353,7 @@ class BoundNamespace(NamespaceKeys):
                 keys,
                 shards=shards,
                 part=part,
+                copies=self._copies,
                 deadline_ns=self._deadline_ns(deadline),
                 waits=True,
             )
@@ -353,7 +371,13 @@ class BoundNamespace(NamespaceKeys):
         session = self._client.session()
         return session.driver.run(
             read_verbs.prefetch(
-                session.core, self.namespace, keys, shards=shards, part=part, deadline_ns=self._deadline_ns(deadline)
+                session.core,
+                self.namespace,
+                keys,
+                shards=shards,
+                part=part,
+                copies=self._copies,
+                deadline_ns=self._deadline_ns(deadline),
             )
         )
 
@@ -403,7 +427,7 @@ class BoundNamespace(NamespaceKeys):
             session,
             self.namespace,
             self._manifest,
-            OpenRequest(keys=keys, shards=shards, lengths=lengths, part=part, ttl=ttl),
+            OpenRequest(keys=keys, shards=shards, lengths=lengths, part=part, ttl=ttl, copies=self._copies),
             self._deadline_ns(deadline),
         )
 

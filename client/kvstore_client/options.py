@@ -34,6 +34,7 @@ class ClientOptions:
     deadline_ns: Of calls that name none.
     connections_per_target: How many calls of this process may talk to one target at a time.
     idle_ns: A connection that was not used for so long is closed.
+    copies: Of the records of namespaces that say nothing themselves; None is what the cluster says.
     transport: AUTO shares memory with nodes on this host and uses RDMA with others, TCP does neither, SHM and RDMA fail
         where they cannot be had.
     """
@@ -44,6 +45,7 @@ class ClientOptions:
     deadline_ns: int = CALL_DEADLINE_NS_DEFAULT
     connections_per_target: int = CONNECTIONS_PER_WORKER_DEFAULT
     idle_ns: int = CONNECTION_IDLE_NS_MAX
+    copies: int | None = None
     transport: Transport = Transport.TCP
 
     def __post_init__(self) -> None:

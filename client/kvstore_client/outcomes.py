@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from kvstore.errors import (
     ChecksumMismatch,
@@ -17,7 +17,6 @@ from kvstore.errors import (
 from kvstore.types.results import Exists, Hit, ItemStatus, Miss, MissReason, Refused, RefusedReason, Stored
 from kvstore_client.incoming import HIT, OPEN, IncomingRecord
 from kvstore_client.stats import Counters
-from kvstore_client.stores import OutgoingRecord
 
 _MISSES: Final = {int(reason): Miss(reason) for reason in MissReason}
 TAKEN: Final = frozenset({ItemStatus.STORED, ItemStatus.RECEIVED, ItemStatus.EXISTS})
@@ -86,7 +85,15 @@ def close_open(records: Sequence[IncomingRecord], failure: KVStoreError | None) 
             record.status = miss_reason(failure)
 
 
-def store_result(records: Sequence[Sequence[OutgoingRecord]]) -> Stored | Exists | Refused:
+class CopyOutcome(Protocol):
+    """How the copy of a record on one target ended."""
+
+    status: int
+    content_id: bytes
+    detail: str
+
+
+def store_result(records: Sequence[Sequence[CopyOutcome]]) -> Stored | Exists | Refused:
     """The outcome of one item: refused if no copy of any of its records was taken, stored if any was stored now.
 
     Args:

@@ -55,6 +55,7 @@ class OutgoingRecord:
         position: In its chain; U32_MAX when unknown.
         part: 0 for the dense record, 1 + index of the sparse part otherwise.
         volatile_ttl_ns: 0 for the drive.
+        own_id: Content id for the node to keep, the same for all copies; zeros let the node choose one.
         region: The caller's memory of the item.
         base_bytes: Where in the region this record begins.
         length_bytes, block_bytes: Of the record.
@@ -65,12 +66,14 @@ class OutgoingRecord:
     """
 
     __slots__ = (
+        "_shared_crcs",
         "base_bytes",
         "block_bytes",
         "content_id",
         "detail",
         "key",
         "length_bytes",
+        "own_id",
         "parent",
         "part",
         "position",
@@ -94,7 +97,9 @@ class OutgoingRecord:
         base_bytes: int,
         length_bytes: int,
         block_bytes: int,
+        shared_crcs: dict[tuple[int, int], bytes] | None = None,
     ) -> None:
+        self._shared_crcs = shared_crcs
         self.key = key
         self.run_head = run_head
         self.parent = parent
@@ -105,6 +110,7 @@ class OutgoingRecord:
         self.base_bytes = base_bytes
         self.length_bytes = length_bytes
         self.block_bytes = block_bytes
+        self.own_id = NO_CONTENT_ID
         self.status = OPEN
         self.content_id = NO_CONTENT_ID
         self.detail = ""
@@ -130,9 +136,18 @@ class OutgoingRecord:
         """Views of a part of it."""
         return self.region.cut(self.base_bytes + offset, length_bytes) if length_bytes else []
 
-    def crcs(self, views: list[memoryview]) -> bytes:
-        """CRC words of a part that begins at a block."""
-        return crc_table_fragments(views, self.block_bytes) if views else b""
+    def crcs(self, offset: int, length_bytes: int, views: list[memoryview]) -> bytes:
+        """CRC words of a part that begins at a block, and lies in `views`. Of several copies the first makes them."""
+        known = self._shared_crcs
+        if known is None:
+            return crc_table_fragments(views, self.block_bytes) if views else b""
+        words = known.get((offset, length_bytes))
+        if words is None:
+            first, behind = 4 * (offset // self.block_bytes), 4 * block_count(offset + length_bytes, self.block_bytes)
+            whole = known.get((0, self.length_bytes))
+            words = whole[first:behind] if whole is not None else crc_table_fragments(views, self.block_bytes)
+            known[offset, length_bytes] = words
+        return words
 
     def finish(self, status: int, *, content_id: bytes = NO_CONTENT_ID, detail: str = "") -> None:
         """How it ended."""
@@ -146,6 +161,7 @@ class StoreJob(Job):
 
     Attributes:
         records: As given.
+        is_first_word: The manifest goes first: it says how many copies the namespace wants, and is short.
     """
 
     __slots__ = (
@@ -157,6 +173,7 @@ class StoreJob(Job):
         "_namespace",
         "_sends_crcs",
         "_wait",
+        "is_first_word",
         "records",
     )
 
@@ -167,7 +184,7 @@ class StoreJob(Job):
         flow: FlowClass,
         deadline_ns: int,
         namespace: bytes,
-        manifest: bytes,
+        manifest: Manifest,
         records: Sequence[OutgoingRecord],
         durability: int,
         wait: int,
@@ -185,7 +202,7 @@ class StoreJob(Job):
         self.records = records
         self._durability = durability
         self._wait = wait
-        self._knows_manifest = False
+        self._knows_manifest = self.is_first_word = False
         self._is_taken = False  # the node has granted or ended items of the present offer
         self._sends_crcs = False  # with the data, not with the offer
         self._asked: Sequence[OutgoingRecord] = ()
@@ -199,6 +216,8 @@ class StoreJob(Job):
     def run(self, connection: Connection) -> Steps:
         """Offers what is open; sends the manifest and offers again what the node refused for lack of it."""
         self._knows_manifest = False
+        if self.is_first_word:
+            yield from connection.ask(self._manifest, End)
         for part in self._parts([record for record in self.records if record.status == OPEN], connection):
             try:
                 yield from self._offer(connection, part)
@@ -210,7 +229,7 @@ class StoreJob(Job):
                 for record in unknown:
                     record.finish(OPEN)
                     record.was_offered = False  # the node has nothing of a namespace that it does not know
-                yield from connection.ask(Manifest(manifest=self._manifest), End)
+                yield from connection.ask(self._manifest, End)
                 self._knows_manifest = True
                 yield from self._offer(connection, unknown)
 
@@ -293,7 +312,9 @@ class StoreJob(Job):
             block_bytes=_pack(blocks if len(blocks) == 1 else [record.block_bytes for record in records]),
             crc_tables=b""
             if self._sends_crcs
-            else b"".join([record.crcs(record.cut(0, record.length_bytes)) for record in records]),
+            else b"".join(
+                [record.crcs(0, record.length_bytes, record.cut(0, record.length_bytes)) for record in records]
+            ),
             deadline_ns=left_ns - left_ns // 20,
             durability=self._durability,
             wait=self._wait,
@@ -301,6 +322,9 @@ class StoreJob(Job):
             parents=b"".join([record.parent for record in records]),
             positions=b"" if positions[0] == U32_MAX and len(set(positions)) == 1 else _pack(positions),
             parts=parts if any(parts) else b"",
+            content_ids=b"".join([one.own_id for one in records])
+            if any(one.own_id is not NO_CONTENT_ID for one in records)
+            else b"",
             volatile_ttl_ns=records[0].volatile_ttl_ns,
             inline=inline,
         )
@@ -368,7 +392,7 @@ def _data_frames(
                 yield slices, views, total
                 slices, views, total = [], [], 0
             cut = record.cut(offset, length)
-            crcs = record.crcs(cut) if with_crcs else b""
+            crcs = record.crcs(offset, length, cut) if with_crcs else b""
             is_last = offset + length == record_bytes
             slices.append(Slice(item, offset, length, 0, is_last, NO_CONTENT_ID, record_bytes, block, crcs))
             views += cut

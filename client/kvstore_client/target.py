@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from kvstore.cluster.view import TargetId
 from kvstore.errors import Unavailable
+from kvstore.limits import NAMESPACES_MAX
 from kvstore.types.flow import FlowClass
 from kvstore.wire.messages import ID_BYTES, Feature, Welcome
 from kvstore_client.connection import Connection
@@ -51,6 +52,7 @@ class TargetLink:
         "_on_epoch",
         "_options",
         "_pid",
+        "_told",
         "boot_count",
         "boot_id",
         "breaker",
@@ -98,6 +100,7 @@ class TargetLink:
         self._in_use: set[Connection] = set()
         self._is_drop_due = False
         self._pid = os.getpid()
+        self._told: set[bytes] = set()
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -254,6 +257,15 @@ class TargetLink:
             return "; ".join(filter(None, (self.local.words(), self.rdma.reason)))
         return ": ".join(filter(None, (f"rdma {self.rdma.port.name}", self.rdma.reason)))
 
+    def is_news(self, namespace: bytes) -> bool:
+        """Whether the node was not told yet how many copies a namespace wants, as far as is known; asked once each."""
+        if namespace in self._told:
+            return False
+        if len(self._told) >= NAMESPACES_MAX:
+            self._told.clear()
+        self._told.add(namespace)
+        return True
+
     def seen_boot_id(self) -> bytes:
         """Greeting: what the node was when last seen."""
         return self.boot_id
@@ -274,6 +286,7 @@ class TargetLink:
                 self.boot_count += 1
                 self._counters.restarts_noticed += 1
                 self.drop_idle_soon()
+                self._told.clear()
             self.boot_id = welcome.boot_id
         self._on_epoch(welcome.epoch)
 

@@ -62,10 +62,6 @@ class ChainPlaces:
         """Where new records go."""
         return replace(self, places=self.places[:, : self.newest])
 
-    def only_first(self) -> ChainPlaces:
-        """Where one copy of new records goes."""
-        return replace(self, places=self.places[:, :1], newest=1)
-
     def by_worker(self) -> Iterator[tuple[TargetId, Counts]]:
         """Each worker that has any of the keys, with the indexes of those, ascending."""
         for number in np.unique(self.places).tolist():
@@ -107,6 +103,11 @@ def places_of(placement: Placement | TargetId, chain: KeyChain, *, copies: int |
     if isinstance(placement, Placement):
         return placement.of_chain(chain, copies=copies)
     return ChainPlaces((placement,), np.zeros(len(chain), np.intp), np.zeros((1, 1), np.intp), 1)
+
+
+def places_to_write(placement: Placement | TargetId, chain: KeyChain, *, copies: int | None) -> ChainPlaces | TargetId:
+    """Where new records of `chain` go; the only worker's id where there is one."""
+    return placement if isinstance(placement, str) else placement.of_chain(chain, copies=copies).only_newest()
 
 
 def routes_of(view: View, *, asked_host: str) -> tuple[WorkerRoute, ...]:

@@ -9,7 +9,7 @@ from kvstore.limits import COPIES_MAX, DIGEST_BYTES
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import Exists, Hit, Miss, Refused, RefusedReason, Stored
-from kvstore.wire.messages import Delete, Drop, End
+from kvstore.wire.messages import Delete, Drop, End, Manifest
 from kvstore_client.copies import StoredItems, StoreRequest, store_items
 from kvstore_client.core import ClientCore
 from kvstore_client.incoming import HIT
@@ -30,7 +30,7 @@ from kvstore_client.rounds import Verb, attempt, ensure_view, refresh_view
 
 
 def store(
-    core: ClientCore, namespace: Namespace, manifest: bytes, request: StoreRequest, deadline_ns: int
+    core: ClientCore, namespace: Namespace, manifest: Manifest, request: StoreRequest, deadline_ns: int
 ) -> Verb[list[Stored | Exists | Refused]]:
     """Writes records from the caller's memory."""
     layout = namespace.layout
@@ -107,7 +107,7 @@ def delete(
     return [Hit(length_bytes=0) if status == HIT else miss_of(status) for status in dense]
 
 
-def drop(core: ClientCore, namespace: Namespace, manifest: bytes, deadline_ns: int) -> Verb[KVStoreError | None]:
+def drop(core: ClientCore, namespace: Namespace, manifest: Manifest, deadline_ns: int) -> Verb[KVStoreError | None]:
     """Hides everything in the namespace on every target. Returns the first failure; None when all have done it."""
     yield from ensure_view(core, deadline_ns)
     jobs = [

@@ -10,6 +10,7 @@ from kvstore.errors import Closed
 from kvstore.limits import UNPIN_NS_MAX
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import Exists, Refused, Stored
+from kvstore.wire.messages import Manifest
 from kvstore_client import writer_verbs
 from kvstore_client.blocking import BlockingDriver
 from kvstore_client.options import DURABILITIES, WAITS, choice, deadline_after
@@ -35,7 +36,7 @@ class Writer:
 
     @classmethod
     def open(
-        cls, session: Session, namespace: Namespace, manifest: bytes, request: OpenRequest, deadline_ns: int
+        cls, session: Session, namespace: Namespace, manifest: Manifest, request: OpenRequest, deadline_ns: int
     ) -> Self:
         """Reserves the room; see `BoundNamespace.writer`."""
         state = session.driver.run(writer_verbs.open_writer(session.core, namespace, manifest, request, deadline_ns))

@@ -13,7 +13,7 @@ from kvstore.types.results import ItemStatus, RefusedReason
 from kvstore.wire.header import FrameType
 from kvstore.wire.messages import ID_BYTES, End, Manifest, Result, WriterAbort, WriterCommit, WriterOpen, WriterOpened
 from kvstore.wire.slices import NO_CONTENT_ID, Slice, encode_slices
-from kvstore_client.assembly import AssembledRecord, Piece
+from kvstore_client.assembly import Piece, WrittenCopy
 from kvstore_client.connection import Connection, Steps
 from kvstore_client.core import ClientCore
 from kvstore_client.lookups import left_ns
@@ -24,19 +24,22 @@ _U32 = struct.Struct("<I")
 _GRANTED = int(ItemStatus.GRANTED)
 
 
-class RecordsJob(Job):
-    """A job about some records of a writer. Nothing is repeated on another connection once the node heard of it."""
+class CopiesJob(Job):
+    """A job about the copies of a writer's records on one target.
 
-    __slots__ = ("records",)
+    Nothing is repeated on another connection once the node heard of it.
+    """
+
+    __slots__ = ("copies",)
 
     def __init__(
-        self, *, target: TargetId, flow: FlowClass, deadline_ns: int, records: list[AssembledRecord] | None = None
+        self, *, target: TargetId, flow: FlowClass, deadline_ns: int, copies: list[WrittenCopy] | None = None
     ) -> None:
         super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, retries_max=0)
-        self.records: list[AssembledRecord] = records or []
+        self.copies: list[WrittenCopy] = copies or []
 
 
-class OpenJob(RecordsJob):
+class OpenJob(CopiesJob):
     """WRITER_OPEN; the manifest first when the node asks for it."""
 
     __slots__ = ("_facts", "_keys", "_kind", "_manifest", "_namespace", "_ttl_ns")
@@ -48,14 +51,14 @@ class OpenJob(RecordsJob):
         flow: FlowClass,
         deadline_ns: int,
         namespace: bytes,
-        manifest: bytes,
+        manifest: Manifest,
         keys: bytes,
-        records: list[AssembledRecord],
+        copies: list[WrittenCopy],
         facts: ChainFacts,
         kind: PartFacts,
         ttl_ns: int,
     ) -> None:
-        super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, records=records)
+        super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, copies=copies)
         self._namespace = namespace
         self._manifest = manifest
         self._keys = keys
@@ -64,30 +67,30 @@ class OpenJob(RecordsJob):
         self._ttl_ns = ttl_ns
 
     def run(self, connection: Connection) -> Steps:
-        """Opens all records at once."""
+        """Opens all of them at once."""
         try:
             opened = yield from connection.ask(self._request(), WriterOpened)
             known = RefusedReason.UNKNOWN_NAMESPACE not in opened.statuses
         except UnknownNamespace:
             known = False
         if not known:
-            yield from connection.ask(Manifest(manifest=self._manifest), End)
+            yield from connection.ask(self._manifest, End)
             opened = yield from connection.ask(self._request(), WriterOpened)
-        count = len(self.records)
+        count = len(self.copies)
         if len(opened.statuses) != count or len(opened.writer_ids) != 4 * count:
             raise Unavailable(f"node at {connection.address} opened {len(opened.statuses)} of {count} writers")
         details = opened.details.split("\n") if opened.details else []
-        for at, record in enumerate(self.records):
-            (record.writer_id,) = _U32.unpack_from(opened.writer_ids, 4 * at)
+        for at, copy in enumerate(self.copies):
+            (copy.writer_id,) = _U32.unpack_from(opened.writer_ids, 4 * at)
             if opened.statuses[at] != _GRANTED:
-                record.finish(opened.statuses[at], detail=details[at] if at < len(details) else "")
+                copy.finish(opened.statuses[at], detail=details[at] if at < len(details) else "")
 
     def _request(self) -> WriterOpen:
-        facts, items = self._facts, [record.item for record in self.records]
+        facts, items = self._facts, [copy.record.item for copy in self.copies]
         return WriterOpen(
             namespace=self._namespace,
             keys=self._keys,
-            lengths=_pack([record.length_bytes for record in self.records]),
+            lengths=_pack([copy.record.length_bytes for copy in self.copies]),
             block_bytes=_pack([self._kind.block_bytes]),
             deadline_ns=left_ns(self),
             ttl_ns=self._ttl_ns,
@@ -99,31 +102,31 @@ class OpenJob(RecordsJob):
         )
 
 
-class WriteJob(RecordsJob):
+class WriteJob(CopiesJob):
     """WRITER_WRITE frames of about SLICE_BYTES_MAX, one after the other."""
 
     __slots__ = ("pieces",)
 
     def __init__(self, *, target: TargetId, flow: FlowClass, deadline_ns: int) -> None:
         super().__init__(target=target, flow=flow, deadline_ns=deadline_ns)
-        self.pieces: list[tuple[AssembledRecord, Piece]] = []
+        self.pieces: list[tuple[WrittenCopy, Piece]] = []
 
     def run(self, connection: Connection) -> Steps:
         """Sends each frame from the caller's memory and waits until the node has it."""
         for group in _frames(self.pieces):
             slices = [
                 Slice(
-                    record.writer_id,
+                    copy.writer_id,
                     piece.offset,
                     piece.length_bytes,
                     0,
                     False,
                     NO_CONTENT_ID,
-                    record.length_bytes,
-                    record.block_bytes,
+                    copy.record.length_bytes,
+                    copy.record.block_bytes,
                     piece.crcs,
                 )
-                for record, piece in group
+                for copy, piece in group
             ]
             yield from connection.start_raw(
                 FrameType.WRITER_WRITE,
@@ -136,7 +139,7 @@ class WriteJob(RecordsJob):
             connection.decode(End, frames[0])
 
 
-class CommitJob(RecordsJob):
+class CommitJob(CopiesJob):
     """WRITER_COMMIT and its results."""
 
     __slots__ = ("_durability", "_wait")
@@ -147,20 +150,20 @@ class CommitJob(RecordsJob):
         target: TargetId,
         flow: FlowClass,
         deadline_ns: int,
-        records: list[AssembledRecord],
+        copies: list[WrittenCopy],
         durability: int,
         wait: int,
     ) -> None:
-        super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, records=records)
+        super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, copies=copies)
         self._durability = durability
         self._wait = wait
 
     def run(self, connection: Connection) -> Steps:
-        """Commits all records at once."""
-        records = self.records
+        """Commits all of them at once."""
+        copies = self.copies
         message = WriterCommit(
-            writer_ids=_pack([record.writer_id for record in records]),
-            crc_tables=b"".join([record.crc_table for record in records]),
+            writer_ids=_pack([copy.writer_id for copy in copies]),
+            crc_tables=b"".join([copy.record.crc_table for copy in copies]),
             deadline_ns=left_ns(self),
             durability=self._durability,
             wait=self._wait,
@@ -174,31 +177,31 @@ class CommitJob(RecordsJob):
                 result = connection.decode(Result, frame)
                 details = result.details.split("\n") if result.details else []
                 for index, (at,) in enumerate(_U32.iter_unpack(result.items)):
-                    if at >= len(records):
+                    if at >= len(copies):
                         raise Unavailable(f"node at {connection.address} told the outcome of writer {at}")
-                    records[at].finish(
+                    copies[at].finish(
                         result.statuses[index],
                         content_id=result.content_ids[index * ID_BYTES : (index + 1) * ID_BYTES] or NO_CONTENT_ID,
                         detail=details[index] if index < len(details) else "",
                     )
 
 
-class AbortJob(RecordsJob):
+class AbortJob(CopiesJob):
     """WRITER_ABORT."""
 
     __slots__ = ()
 
-    def __init__(self, core: ClientCore, target: TargetId, records: list[AssembledRecord], deadline_ns: int) -> None:
-        super().__init__(target=target, flow=core.options.write_flow, deadline_ns=deadline_ns, records=records)
+    def __init__(self, core: ClientCore, target: TargetId, copies: list[WrittenCopy], deadline_ns: int) -> None:
+        super().__init__(target=target, flow=core.options.write_flow, deadline_ns=deadline_ns, copies=copies)
 
     def run(self, connection: Connection) -> Steps:
-        """Tells the node to forget the records."""
-        yield from connection.ask(WriterAbort(writer_ids=_pack([record.writer_id for record in self.records])), End)
+        """Tells the node to forget them."""
+        yield from connection.ask(WriterAbort(writer_ids=_pack([copy.writer_id for copy in self.copies])), End)
 
 
-def _frames(pieces: Sequence[tuple[AssembledRecord, Piece]]) -> Iterator[list[tuple[AssembledRecord, Piece]]]:
+def _frames(pieces: Sequence[tuple[WrittenCopy, Piece]]) -> Iterator[list[tuple[WrittenCopy, Piece]]]:
     """Pieces in groups that fit one frame."""
-    group: list[tuple[AssembledRecord, Piece]] = []
+    group: list[tuple[WrittenCopy, Piece]] = []
     total = 0
     for one in pieces:
         if group and (total + one[1].length_bytes > SLICE_BYTES_MAX or len(group) == SLICES_PER_FRAME_MAX):

@@ -1,40 +1,47 @@
-"""The verbs of a layer-wise writer: open, write, commit, abort. Generators for a driver; see rounds.py."""
+"""The verbs of a layer-wise writer: open, write, commit, abort. Generators for a driver; see rounds.py.
+
+Every copy of a record is a writer of its own on its target; all get the same pieces, with checksums made once.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.cluster.view import TargetId
 from kvstore.errors import DeadlineExceeded, InvalidRequest
-from kvstore.limits import BATCH_ITEMS_MAX, SECOND_NS, WRITER_TTL_NS
+from kvstore.limits import BATCH_ITEMS_MAX, COPY_SILENCE_NS, SECOND_NS, WRITER_TTL_NS
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
-from kvstore.types.results import Exists, ItemStatus, Refused, RefusedReason, Stored
-from kvstore_client.assembly import OPEN, AssembledRecord
+from kvstore.types.results import Exists, Refused, RefusedReason, Stored
+from kvstore.wire.messages import Manifest
+from kvstore_client.assembly import OPEN, AssembledRecord, WrittenCopy
 from kvstore_client.core import ClientCore
-from kvstore_client.outcomes import refused
+from kvstore_client.outcomes import store_result
 from kvstore_client.planner import Keys, Section, as_chain, choose_shards, plan_records, sections_of
 from kvstore_client.record_facts import ChainFacts, PartFacts
 from kvstore_client.regions import Item, region_of
 from kvstore_client.rounds import Verb, attempt, ensure_view
+from kvstore_client.topology import places_to_write
 from kvstore_client.write_verbs import check_writable_part
-from kvstore_client.writer_jobs import AbortJob, CommitJob, OpenJob, RecordsJob, WriteJob
+from kvstore_client.writer_jobs import AbortJob, CommitJob, CopiesJob, OpenJob, WriteJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRequest:
-    """Arguments of writer, as the caller gave them; see `BoundNamespace.writer`."""
+    """Arguments of writer, as the caller gave them; see `BoundNamespace.writer`. `copies` None: as the view says."""
 
     keys: Keys
     shards: int | Sequence[int] | None
     lengths: Sequence[int] | None
     part: str | None
     ttl: float | None
+    copies: int | None = None
 
 
 class WriterState:
-    """The records of one writer, section by section, and the target of each.
+    """The records of one writer, section by section, and their copies on each target.
 
     Attributes:
         rows: For each section the records of all keys.
@@ -47,16 +54,20 @@ class WriterState:
         self.sections = sections
         self.part = part
         self.rows = rows
-        self.targets: dict[TargetId, list[AssembledRecord]] = {}
+        self.targets: dict[TargetId, list[WrittenCopy]] = {}
 
-    def open_records(self) -> list[tuple[TargetId, list[AssembledRecord]]]:
-        """For each target the records that still take pieces."""
-        chosen = [(target, [one for one in records if one.status == OPEN]) for target, records in self.targets.items()]
-        return [(target, records) for target, records in chosen if records]
+    def place(self, target: TargetId, records: Sequence[AssembledRecord]) -> list[WrittenCopy]:
+        """New copies of records, on a target."""
+        copies = [WrittenCopy(record, target) for record in records]
+        for copy in copies:
+            copy.record.copies.append(copy)
+        self.targets[target] = copies
+        return copies
 
-    def target_of(self, record: AssembledRecord) -> TargetId:
-        """Where the record goes."""
-        return next(target for target, records in self.targets.items() if any(one is record for one in records))
+    def open_copies(self) -> list[tuple[TargetId, list[WrittenCopy]]]:
+        """For each target the copies that still take pieces."""
+        chosen = [(target, [one for one in copies if one.status == OPEN]) for target, copies in self.targets.items()]
+        return [(target, copies) for target, copies in chosen if copies]
 
     def lengths(self) -> list[int]:
         """Bytes of each item over all its records."""
@@ -66,14 +77,17 @@ class WriterState:
         """One outcome per key, of its worst record. Those that are still open are refused as pending."""
         found: list[Stored | Exists | Refused] = []
         for records in zip(*self.rows, strict=True):
-            found.append(_result(records))
+            if any(record.is_open for record in records):
+                found.append(Refused(RefusedReason.PENDING, "not committed yet"))
+            else:
+                found.append(store_result([record.copies for record in records]))
         return found
 
 
 def open_writer(
-    core: ClientCore, namespace: Namespace, manifest: bytes, request: OpenRequest, deadline_ns: int
+    core: ClientCore, namespace: Namespace, manifest: Manifest, request: OpenRequest, deadline_ns: int
 ) -> Verb[WriterState]:
-    """Reserves room for every record. Those that are not granted have their outcome already."""
+    """Reserves room for every copy of every record. Those that are not granted have their outcome already."""
     layout = namespace.layout
     chain = as_chain(request.keys, chunks_per_run=layout.chunks_per_run)
     check_writable_part(layout, request.part)
@@ -90,40 +104,43 @@ def open_writer(
     state = WriterState(namespace, sections, request.part, rows)
     yield from ensure_view(core, deadline_ns)
     if core.placement is None:
-        for row in rows:
-            for record in row:
-                record.finish(int(RefusedReason.OVERLOADED), detail=core.words_of_no_target())
+        for copy in state.place("", [record for row in rows for record in row]):
+            copy.finish(int(RefusedReason.OVERLOADED), detail=core.words_of_no_target())
         return state
-    where = core.placement if isinstance(core.placement, str) else core.placement.of_chain(chain, copies=1).only_first()
+    where = places_to_write(core.placement, chain, copies=request.copies)
     plan = plan_records(chain, layout=layout, sections=sections, where=where)
     facts = ChainFacts.of(chain)
     jobs = []
     for batch in plan.batches:
-        records = [rows[number // plan.key_count][number % plan.key_count] for number in batch.records]
-        if len(records) > BATCH_ITEMS_MAX // 4:
-            raise InvalidRequest(f"a writer of {len(records)} records; open at most {BATCH_ITEMS_MAX // 4} at a time")
-        state.targets[batch.target] = records
-        jobs.append(
-            OpenJob(
-                target=batch.target,
-                flow=core.options.write_flow,
-                deadline_ns=deadline_ns,
-                namespace=namespace.digest,
-                manifest=manifest,
-                keys=batch.keys,
-                records=records,
-                facts=facts,
-                kind=kind,
-                ttl_ns=WRITER_TTL_NS if request.ttl is None else int(request.ttl * SECOND_NS),
+        if len(batch.records) > BATCH_ITEMS_MAX // 4:
+            raise InvalidRequest(
+                f"a writer of {len(batch.records)} records; open at most {BATCH_ITEMS_MAX // 4} at a time"
             )
+        copies = state.place(
+            batch.target, [rows[number // plan.key_count][number % plan.key_count] for number in batch.records]
         )
+        job = OpenJob(
+            target=batch.target,
+            flow=core.options.write_flow,
+            deadline_ns=deadline_ns,
+            namespace=namespace.digest,
+            manifest=manifest,
+            keys=batch.keys,
+            copies=copies,
+            facts=facts,
+            kind=kind,
+            ttl_ns=WRITER_TTL_NS if request.ttl is None else int(request.ttl * SECOND_NS),
+        )
+        if any(len(copy.record.copies) > 1 for copy in copies):
+            job.heard_by_ns = min(deadline_ns, time.monotonic_ns() + COPY_SILENCE_NS)
+        jobs.append(job)
     if jobs:
         yield from attempt(core, jobs)
     for job in jobs:
         boot_count = core.link(job.target).boot_count
-        for record in job.records:
-            record.boot_count = boot_count
-        _close_failed(job, job.records)
+        for copy in job.copies:
+            copy.boot_count = boot_count
+        _close_failed(job)
     return state
 
 
@@ -149,20 +166,24 @@ def write(
     jobs: dict[TargetId, WriteJob] = {}
     at = 0
     for record, start, length in spans:
-        if record.status == OPEN:
-            target = state.target_of(record)
-            job = jobs.get(target)
-            if job is None:
-                job = jobs[target] = WriteJob(target=target, flow=core.options.write_flow, deadline_ns=deadline_ns)
-            job.pieces += [(record, piece) for piece in record.add(start, region, at, length)]
-            job.records.append(record)
+        if record.is_open:
+            pieces = record.add(start, region, at, length)
+            for copy in record.copies:
+                if copy.status == OPEN:
+                    job = jobs.get(copy.target)
+                    if job is None:
+                        job = jobs[copy.target] = WriteJob(
+                            target=copy.target, flow=core.options.write_flow, deadline_ns=deadline_ns
+                        )
+                    job.pieces += [(copy, piece) for piece in pieces]
+                    job.copies.append(copy)
         at += length
     waiting = [job for job in jobs.values() if job.pieces]
     if waiting:
         _fail_forgotten(core, waiting)
-        yield from attempt(core, [job for job in waiting if job.records])
+        yield from attempt(core, [job for job in waiting if job.copies])
         for job in waiting:
-            _close_failed(job, job.records)
+            _close_failed(job)
 
 
 def commit(
@@ -170,40 +191,39 @@ def commit(
 ) -> Verb[list[Stored | Exists | Refused]]:
     """Makes all complete records visible; the others are aborted and refused."""
     jobs: list[CommitJob] = []
-    for target, records in state.open_records():
-        complete = [record for record in records if record.is_complete]
-        rest = [record for record in records if not record.is_complete]
+    for target, copies in state.open_copies():
+        complete = [copy for copy in copies if copy.record.is_complete]
+        rest = [copy for copy in copies if not copy.record.is_complete]
         if rest:
             yield [AbortJob(core, target, rest, deadline_ns)]
-        for record in rest:
-            record.finish(
-                int(RefusedReason.INVALID), detail=f"{record.missing_blocks} blocks were not written before the commit"
-            )
+        for copy in rest:
+            missing = copy.record.missing_blocks
+            copy.finish(int(RefusedReason.INVALID), detail=f"{missing} blocks were not written before the commit")
         if complete:
             jobs.append(
                 CommitJob(
                     target=target,
                     flow=core.options.write_flow,
                     deadline_ns=deadline_ns,
-                    records=complete,
+                    copies=complete,
                     durability=durability,
                     wait=wait,
                 )
             )
     if jobs:
         _fail_forgotten(core, jobs)
-        yield from attempt(core, [job for job in jobs if job.records])
+        yield from attempt(core, [job for job in jobs if job.copies])
         for job in jobs:
-            _close_failed(job, job.records, committed=True)
+            _close_failed(job, committed=True)
     return state.results()
 
 
 def abort(core: ClientCore, state: WriterState, deadline_ns: int) -> Verb[None]:
     """Gives the room back. What can't be told to the node runs out by its ttl."""
-    for target, records in state.open_records():
-        yield [AbortJob(core, target, records, deadline_ns)]
-        for record in records:
-            record.finish(int(RefusedReason.INVALID), detail="the writer was aborted")
+    for target, copies in state.open_copies():
+        yield [AbortJob(core, target, copies, deadline_ns)]
+        for copy in copies:
+            copy.finish(int(RefusedReason.INVALID), detail="the writer was aborted")
 
 
 def _spans(
@@ -258,20 +278,18 @@ def _lengths(
     return [list(lengths)] if len(sizes) == 1 else [[size] * count for size in sizes]
 
 
-def _fail_forgotten(core: ClientCore, jobs: Sequence[RecordsJob]) -> None:
-    """Refuses records whose target was started again: it has forgotten them."""
+def _fail_forgotten(core: ClientCore, jobs: Sequence[CopiesJob]) -> None:
+    """Refuses copies whose target was started again: it has forgotten them."""
     for job in jobs:
         boot_count = core.link(job.target).boot_count
-        for record in [one for one in job.records if one.boot_count != boot_count]:
-            record.finish(
-                int(RefusedReason.OVERLOADED), detail="the node was started again and has forgotten the writer"
-            )
-            job.records.remove(record)
+        for copy in [one for one in job.copies if one.boot_count != boot_count]:
+            copy.finish(int(RefusedReason.OVERLOADED), detail="the node was started again and has forgotten the writer")
+            job.copies.remove(copy)
         if isinstance(job, WriteJob):
-            job.pieces = [(record, piece) for record, piece in job.pieces if record.status == OPEN]
+            job.pieces = [(copy, piece) for copy, piece in job.pieces if copy.status == OPEN]
 
 
-def _close_failed(job: RecordsJob, records: Sequence[AssembledRecord], *, committed: bool = False) -> None:
+def _close_failed(job: CopiesJob, *, committed: bool = False) -> None:
     """Refuses what a failed job left open. Raises InvalidRequest when the node called the request wrong."""
     failure = job.failure
     if failure is None:
@@ -283,21 +301,6 @@ def _close_failed(job: RecordsJob, records: Sequence[AssembledRecord], *, commit
         reason = RefusedReason.DEADLINE
     elif isinstance(failure, InvalidRequest):
         reason = RefusedReason.INVALID
-    for record in records:
-        if record.status == OPEN:
-            record.finish(int(reason), detail=str(failure))
-
-
-def _result(records: Sequence[AssembledRecord]) -> Stored | Exists | Refused:
-    durable, stored = True, False
-    for record in records:
-        if record.status in (ItemStatus.STORED, ItemStatus.RECEIVED):
-            stored = True
-            durable &= record.status == ItemStatus.STORED
-        elif record.status == OPEN:
-            return Refused(RefusedReason.PENDING, "not committed yet")
-        elif record.status != ItemStatus.EXISTS:
-            return refused(record.status, record.detail)
-    if not stored:
-        return Exists()
-    return Stored(durable=durable, content_id=b"".join([record.content_id for record in records]))
+    for copy in job.copies:
+        if copy.status == OPEN:
+            copy.finish(int(reason), detail=str(failure))

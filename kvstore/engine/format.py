@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvstore.limits import CHECKSUM_BYTES_MIN, PAGE_BYTES, PAYLOAD_BYTES_MAX
 from kvstore.types.checksum import block_count, crc32c
+from kvstore.types.content_id import content_id as content_id
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -542,11 +543,3 @@ def place_record_header(header: memoryview, *, segment_generation: int, segment:
     """Give an encoded header (exactly its pages) a new place: the writer knows it late, re-insertion changes it."""
     _PLACE.pack_into(header, _PLACE_AT, segment_generation, segment, page)
     _seal(header, len(header))
-
-
-_CONTENT_ID = struct.Struct("<II8s")
-
-
-def content_id(payload_bytes: int, crc_table: bytes, nonce: bytes) -> bytes:
-    """What tells one copy of a record from another writer's: length, CRC32C of the CRC table, 8 random bytes."""
-    return _CONTENT_ID.pack(payload_bytes, crc32c(crc_table), nonce)

@@ -57,6 +57,7 @@ class ScriptedNode:
 
     records: dict[tuple[bytes, bytes], StoredRecord] = field(default_factory=dict)
     manifests: set[bytes] = field(default_factory=set)
+    wanted_copies: dict[bytes, int] = field(default_factory=dict)
     pending: set[bytes] = field(default_factory=set)
     pins: set[int] = field(default_factory=set)
     pinning: bool = True
@@ -228,7 +229,9 @@ class Link:
         self.send(frame, m.ViewReply(epoch=self.node.epoch, view=self.node.view()))
 
     def _manifest(self, frame: Frame, message: m.Manifest) -> None:
-        self.node.manifests.add(StoredManifest.decode(message.manifest).digest)
+        digest = StoredManifest.decode(message.manifest).digest
+        self.node.manifests.add(digest)
+        self.node.wanted_copies[digest] = message.copies
         self.send(frame, m.End())
 
     def _status(self, namespace: bytes, key: bytes) -> int:
@@ -351,7 +354,7 @@ class Link:
                 ids += bytes(16)
                 continue
             assert crc_table(payloads[item], blocks[item]) == table
-            content_id = os.urandom(16)
+            content_id = offer.content_ids[16 * item : 16 * item + 16] or os.urandom(16)
             self.node.records[offer.namespace, key] = StoredRecord(
                 payload=payloads[item], block_bytes=blocks[item], content_id=content_id
             )

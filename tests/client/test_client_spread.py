@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from kvstore.errors import InvalidRequest
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import MissReason
@@ -202,3 +203,57 @@ def test_tasks_read_copies_as_threads_do(cluster) -> None:
                 assert found.chunks == COUNT
 
     asyncio.run(work())
+
+
+def test_copies_of_a_put_are_one_version_and_say_what_their_namespace_wants(cluster) -> None:
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE, copies=3)
+        assert {one.copies for one in ns.put(KEYS, PAYLOADS)} == {3}
+        assert len({tuple(sorted(one.records)) for one in cluster.nodes}) == 1
+        for key in cluster.nodes[0].records:
+            assert len({one.records[key].content_id for one in cluster.nodes}) == 1
+        assert [one.wanted_copies for one in cluster.nodes] == [{NAMESPACE.digest: 3}] * 3
+        memory = [bytearray(50) for _ in KEYS]
+        ids = [one.content_id for one in read(ns)]
+        for dead in (1, 2):
+            cluster.nodes[dead].stop()
+            parts = ns.get_into(KEYS, memory, ranges=[(10, 50)], content_ids=ids)
+            assert {type(one) for one in parts} == {Hit}
+            assert [bytes(one) for one in memory] == [one[10:60] for one in PAYLOADS]
+
+
+@pytest.mark.parametrize("copies", [0, 4, "2", -1])
+def test_a_number_of_copies_that_makes_no_sense_is_refused(cluster, copies) -> None:
+    with KVClient.connect(cluster.nodes[0].address) as client, pytest.raises(InvalidRequest, match="copies is"):
+        client.namespace(NAMESPACE, copies=copies)
+
+
+def test_a_writer_fills_every_copy(cluster) -> None:
+    cluster.show(copies=2)
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        with ns.writer(KEYS, lengths=[len(one) for one in PAYLOADS]) as writer:
+            for at, one in enumerate(PAYLOADS):
+                writer.write(at, one[:70])
+                writer.write(at, one[70:], offset=70)
+            results = writer.commit()
+        assert {(type(one), one.copies) for one in results} == {(Stored, 2)}
+        assert sum(len(one.records) for one in cluster.nodes) == 2 * COUNT
+        with ns.writer(KEYS, lengths=[len(one) for one in PAYLOADS]) as writer:
+            assert set(writer.statuses) == {Exists(2)}
+        cluster.nodes[1].stop()
+        assert {type(one) for one in read(ns)} == {Hit}
+
+
+def test_a_writer_goes_on_with_the_copies_that_are_left(cluster) -> None:
+    cluster.show(copies=2)
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        with ns.writer(KEYS, lengths=[len(one) for one in PAYLOADS]) as writer:
+            cluster.nodes[1].stop()
+            for at, one in enumerate(PAYLOADS):
+                writer.write(at, one)
+            results = writer.commit()
+        assert {type(one) for one in results} == {Stored}
+        assert {one.copies for one in results} == {1, 2}
+        assert {type(one) for one in read(ns)} == {Hit}
