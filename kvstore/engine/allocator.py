@@ -29,10 +29,11 @@ _UNALLOCATED: Final = int(SegmentState.UNALLOCATED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Room for one record."""
+    """Room for some records, side by side."""
 
     target: OpenSegment
     page: int
+    count: int
 
 
 def payload_bytes_max(segment_bytes: int) -> int:
@@ -78,24 +79,31 @@ class Allocator:
         self.space_errors = 0
 
     # --- room -------------------------------------------------------------------------------------------------------
-    def place(self, pages: int, *, moving: bool = False) -> Place | None:
+    def place(self, pages: int, *, count: int = 1, moving: bool = False) -> Place | None:
         """Room in the open segment, None where it has none.
 
         Args:
-            pages: of the whole record.
+            pages: of a whole record.
+            count: of records of this size; room may be given for fewer.
             moving: for a record of a victim, which may use the room kept for those.
         """
         target = self.open
-        if target is None or target.failed or self._entries_logged() >= self._entries_max:
+        if target is None or target.failed:
             return None
+        count = min(count, self._entries_max - self._entries_logged())
         # A put longer than what the spare room leaves would never find a place, however much is evicted for it.
         kept = 0 if moving or (target.untouched and not self.moving) else self.move_pages
-        if target.room_pages(self.table.segment_pages) - kept < pages:
+        while count > 0:
+            room_pages = target.room_pages(self.table.segment_pages, count) - kept
+            if room_pages >= pages * count:
+                break
+            count = min(count - 1, max(room_pages // pages, 1))
+        else:
             return None
         page = target.next_page
-        target.next_page = page + pages
-        target.outstanding += 1
-        return Place(target=target, page=page)
+        target.next_page = page + pages * count
+        target.outstanding += count
+        return Place(target=target, page=page, count=count)
 
     def _entries_logged(self) -> int:
         """Commits that a checkpoint carries, and those that will come."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from kvstore.limits import WRITER_TTL_NS
+from kvstore.limits import DIGEST_BYTES, WRITER_TTL_NS
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import Exists, MissReason, Refused, Stored
 
@@ -178,6 +178,101 @@ class PutSpec:
     owner_ttl_ns: int = WRITER_TTL_NS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutColumns:
+    """Whole dense records of one shape that a client puts together, for the drive; their CRC words come with the bytes.
+
+    Attributes:
+        keys: record keys, n * 32 bytes.
+        payload_bytes: of each record, above 0.
+        block_bytes: checksum block of all.
+        positions: of each as in `PutSpec`; empty where none has one.
+        run_heads, parents: 32 bytes for each record, or for all of them, or empty where unknown.
+    """
+
+    namespace: NamespaceRef
+    keys: bytes
+    payload_bytes: int
+    block_bytes: int
+    flow: FlowClass
+    deadline_ns: int
+    client_id: bytes
+    positions: Sequence[int]
+    run_heads: bytes
+    parents: bytes
+
+    def spec(self, index: int) -> PutSpec:
+        """One of the records."""
+        at = index * DIGEST_BYTES
+        return PutSpec(
+            namespace=self.namespace,
+            key=self.keys[at : at + DIGEST_BYTES],
+            payload_bytes=self.payload_bytes,
+            block_bytes=self.block_bytes,
+            crc_table=None,
+            flow=self.flow,
+            deadline_ns=self.deadline_ns,
+            client_id=self.client_id,
+            position=self.positions[index] if self.positions else POSITION_NONE,
+            run_head=digest_at(self.run_heads, index),
+            parent=digest_at(self.parents, index),
+        )
+
+
+def digest_at(digests: bytes, index: int) -> bytes:
+    """The digest of one record among `PutColumns.run_heads` or `parents`; zeros where it is unknown."""
+    if len(digests) == DIGEST_BYTES:
+        return digests
+    at = index * DIGEST_BYTES
+    return digests[at : at + DIGEST_BYTES] if digests else bytes(DIGEST_BYTES)
+
+
+class PutParcel(Protocol):
+    """Granted records of `PutColumns` that go on together, with memory for all. Ends with `commit` or `abort`.
+
+    Attributes:
+        first: index of its first record among the columns.
+        count: of its records.
+        missing: how many of them have not come whole; the owner counts it down.
+        buffers: memory of each, to be received into.
+    """
+
+    first: int
+    count: int
+    missing: int
+    buffers: list[memoryview]
+
+    def arrived(self, index: int, offset: int, length_bytes: int, crcs: bytes) -> None:
+        """As `PutTicket.arrived`; `index` is the record's among the columns."""
+
+    def came(self, index: int, tables: bytes, count: int) -> None:
+        """All bytes of `count` records from `index` on are there, and `tables` are their CRC tables."""
+
+    def whole(self) -> list[bool]:
+        """Which of its records have come whole."""
+
+    def cut(self, count: int) -> PutParcel:
+        """A parcel of its own for its first `count` records, less than all; this one keeps the others."""
+
+    def filled(self) -> bool:
+        """All bytes of all records are there. False where some do not match their checksums: single records tell which.
+
+        Raises ChecksumMismatch (the parcel is aborted) for a parcel of one record that does not match.
+        """
+
+    def commit(
+        self, *, on_received: Callable[[int, int], None] | None, on_done: Callable[[int, int, bytes | Refused], None]
+    ) -> None:
+        """After `filled`: make the records visible. Both are called with index and count of records side by side.
+
+        `on_done` also gets their content ids, 16 bytes each, where they are stored. It comes once for each record, but
+        perhaps for some before others.
+        """
+
+    def abort(self) -> None:
+        """Forget it; memory comes back. Idempotent, harmless after commit."""
+
+
 class PutTicket(Protocol):
     """A granted put: room on disk and (not streaming) in memory. Ends with `commit` or `abort`.
 
@@ -321,6 +416,13 @@ class Engine(Protocol):
     ) -> None:
         """Ask for a ticket. A second put of a key in progress waits for the first and then gets Exists, or the ticket
         if that failed."""
+
+    def open_parcels(self, columns: PutColumns, first: int, stop: int) -> Sequence[PutParcel]:
+        """Grants for the records from `first` on, before `stop`, in order: for all, or for as many as memory allows.
+
+        The quick way for what is usual. None at all says only "use `open_put`": a key is there already or on its way,
+        a quota is near, others wait for memory, or the drive does not take it.
+        """
 
     def wait(
         self, ref: NamespaceRef, keys: bytes, deadline_ns: int, on_done: Callable[[bytes], None]

@@ -10,20 +10,23 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
 from kvstore.device.base import IoKind, IoOp
 from kvstore.engine.allocator import Allocator
 from kvstore.engine.blocking import pages as fresh_pages
 from kvstore.engine.format import SegmentHeader, Superblock, encode_segment_header
-from kvstore.engine.job import IoQueue, Syncer
+from kvstore.engine.job import IoQueue, Syncer, io
 from kvstore.engine.ledger import Ledger
-from kvstore.engine.logrecord import encode_commit
-from kvstore.engine.put import Append, Ticket
+from kvstore.engine.logrecord import encode_commits
+from kvstore.engine.put import Append
 from kvstore.engine.segment import OpenSegment, SegmentTable
 from kvstore.limits import IO_VECTORS_MAX, PAGE_BYTES, WRITE_ATTEMPTS_MAX, WRITE_JOIN_BYTES_MAX
 from kvstore.telemetry.metrics import EngineMetrics
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import Refused, RefusedReason
+
+_JOINED_MAX: Final = (IO_VECTORS_MAX - 1) // 2  # records in one write: header and payload of each
 
 
 class Appender:
@@ -31,7 +34,7 @@ class Appender:
 
     Attributes:
         needs_room: records wait for a segment to come free.
-        in_flight: records being written.
+        in_flight: appends being written.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Appender:
 
     @property
     def backlog(self) -> int:
-        """Records that are complete and have no place yet."""
+        """Appends that are complete and have no place yet."""
         return len(self._ready) + len(self._moves)
 
     def pump(self) -> None:
@@ -79,33 +82,56 @@ class Appender:
                 _order_runs(waiting)
             group: list[Append] = []
             group_bytes = 0
+            group_count = 0
             while waiting:
-                item = waiting[0]
-                if not self.place(item):
+                item = self._place_first(waiting)
+                if item is None:
                     break
-                waiting.popleft()
                 length = item.pages * PAGE_BYTES
-                if group and (not _adjoin(group[-1], item) or group_bytes + length > WRITE_JOIN_BYTES_MAX):
+                if group and (
+                    not _adjoin(group[-1], item)
+                    or group_bytes + length > WRITE_JOIN_BYTES_MAX
+                    or group_count + item.count > _JOINED_MAX
+                ):
                     self._submit(group)
-                    group, group_bytes = [], 0
+                    group, group_bytes, group_count = [], 0, 0
                 group.append(item)
                 group_bytes += length
-                if 2 * len(group) >= IO_VECTORS_MAX - 1:  # header and payload of each
-                    self._submit(group)
-                    group, group_bytes = [], 0
+                group_count += item.count
             if group:
                 self._submit(group)
 
-    def place(self, item: Append) -> bool:
-        """Give a record its place, in the next segment if the open one has no room; False where there is none."""
-        place = self.allocator.place(item.pages, moving=item.moving)
+    def _place_first(self, waiting: deque[Append]) -> Append | None:
+        """Take the first that waits, or the part of it that the open segment has room for; None without room."""
+        item = waiting[0]
+        placed = self.place(item)
+        if not placed:
+            return None
+        if placed < item.count:
+            target, page = item.target, item.page
+            item.target = None
+            item = item.cut(placed)
+            item.target, item.page = target, page
+        else:
+            waiting.popleft()
+        return item
+
+    def place(self, item: Append) -> int:
+        """Give records their place, in the next segment if the open one has no room.
+
+        Returns:
+            How many of `item.count`, its first ones, have a place now; 0 where there is no room.
+        """
+        count = item.count
+        pages = item.pages // count
+        place = self.allocator.place(pages, count=count, moving=item.moving)
         if place is None and not item.moving and self.open_segment():
-            place = self.allocator.place(item.pages)
+            place = self.allocator.place(pages, count=count)
         if place is None:
             self.needs_room = True
-            return False
+            return 0
         item.target, item.page = place.target, place.page
-        return True
+        return place.count
 
     def open_segment(self) -> bool:
         """Begin the next segment: write its header page."""
@@ -141,32 +167,24 @@ class Appender:
         target.header_written()
 
     def _submit(self, group: list[Append]) -> None:
-        buffers = []
+        buffers: list[memoryview] = []
         for item in group:
-            target, header = item.target, item.header
-            assert target is not None
-            assert header is not None
             item.place_header()
-            buffers.append(header.view)
-            if item.piece is not None:
-                buffers.append(item.piece.view)
+            buffers += item.views()
         first = group[0]
         assert first.target is not None
         self.in_flight += len(group)
-        self.queue.submit(
-            IoOp(
-                IoKind.WRITE,
-                self._table.offset(first.target.segment, first.page),
-                buffers,
-                flow=first.flow,
-                owner=partial(self._written, group),
-            )
-        )
+        at = self._table.offset(first.target.segment, first.page)
+        ops: list[IoOp] = []
+        for part in _parts(buffers):
+            ops.append(IoOp(IoKind.WRITE, at, part, flow=first.flow))
+            at += ops[-1].length_bytes
+        io(self.queue, ops)(partial(self._written, group))
 
-    def _written(self, group: list[Append], op: IoOp) -> None:
+    def _written(self, group: list[Append], error: OSError | None) -> None:
         for item in group:
             self.in_flight -= 1
-            self.written(item, op.error)
+            self.written(item, error)
 
     # --- committing ---------------------------------------------------------------------------------------------------
     def written(self, item: Append, error: OSError | None) -> None:
@@ -194,26 +212,26 @@ class Appender:
             return
         if not item.wanted():
             item.failed(Refused(RefusedReason.OUTCOME_UNKNOWN, "the record ended while it was moved"))
-            self.left(target)
+            self.left(target, item.count)
             return
         entry = item.entry(self.ledger.tick)
-        record = encode_commit(target.segment, target.generation, entry)
-        self.ledger.log.append(record, partial(self._logged, item, target, entry), sync=item.power)
+        records = encode_commits(target.segment, target.generation, entry)
+        self.ledger.log.append(records, partial(self._logged, item, target, entry), sync=item.power)
 
     def _logged(self, item: Append, target: OpenSegment, entry: bytes, error: OSError | None) -> None:
         if error is None:
             item.completed(entry)
         else:
             item.failed(Refused(RefusedReason.OUTCOME_UNKNOWN, f"the commit record was not confirmed: {error}"))
-        self.left(target)
+        self.left(target, item.count)
 
     def sync(self, on_done: Callable[[OSError | None], None]) -> None:
         """Calls back when everything written so far survives a power cut."""
         self._syncer.sync(on_done)
 
-    def left(self, target: OpenSegment) -> None:
-        """A record that had room in a segment is complete or given up."""
-        target.outstanding -= 1
+    def left(self, target: OpenSegment, count: int = 1) -> None:
+        """Records that had room in a segment are complete or given up."""
+        target.outstanding -= count
         if target.outstanding == 0 and target in self.allocator.closing:
             self._on_closed(target)
 
@@ -230,7 +248,7 @@ class Appender:
             (self._moves if item.moving else self._ready).appendleft(item)
         else:
             item.failed(Refused(RefusedReason.NO_SPACE, f"the drive failed to write the record: {error}"))
-        self.left(target)
+        self.left(target, item.count)
 
     def refuse_backlog(self, refused: Refused) -> None:
         """End every record that waits for room on the drive: there is none to be had."""
@@ -247,17 +265,33 @@ def _adjoin(before: Append, after: Append) -> bool:
     return before.target is after.target and before.page + before.pages == after.page and before.flow is after.flow
 
 
+def _parts(buffers: list[memoryview]) -> list[list[memoryview]]:
+    """What is written in one operation each: a long parcel in several, or reads would wait behind all of it."""
+    sizes = list(map(len, buffers))
+    if sum(sizes) <= WRITE_JOIN_BYTES_MAX:
+        return [buffers]
+    parts: list[list[memoryview]] = [[]]
+    length = 0
+    for size, buffer in zip(sizes, buffers, strict=True):
+        if length + size > WRITE_JOIN_BYTES_MAX and parts[-1]:
+            parts.append([])
+            length = 0
+        parts[-1].append(buffer)
+        length += size
+    return parts
+
+
 def _order_runs(waiting: deque[Append]) -> None:
     """Bring records of one run together, in the order of their runs' first arrival and their own positions."""
     first: dict[bytes, int] = {}
-    items = list(waiting)
-    tickets = [item for item in items if isinstance(item, Ticket)]
-    if len(tickets) != len(items):
+    placed: list[tuple[int, int, Append]] = []
+    for item in waiting:
+        run = item.run
+        if run is None:
+            return
+        placed.append((first.setdefault(run[0], len(first)), run[1], item))
+    if len(first) == len(placed):
         return
-    for ticket in tickets:
-        first.setdefault(ticket.spec.run_head, len(first))
-    if len(first) == len(items):
-        return
-    tickets.sort(key=lambda ticket: (first[ticket.spec.run_head], ticket.spec.position))
+    placed.sort(key=lambda one: one[:2])
     waiting.clear()
-    waiting.extend(tickets)
+    waiting.extend([item for _, _, item in placed])

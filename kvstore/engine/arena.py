@@ -137,6 +137,17 @@ class Arena:
         self.free_bytes -= length
         return Piece(self, offset, length)
 
+    def allocate_resting(self, length_bytes: int, count: int) -> list[Piece]:
+        """As many pieces of one length, at most `count`, as were freed lately and are still there."""
+        length = (length_bytes + PAGE_BYTES - 1) & -PAGE_BYTES or PAGE_BYTES
+        resting = self._bins.get(length)
+        if not resting:
+            return []
+        taken = resting[-count:]
+        del resting[-count:]
+        self.free_bytes -= length * len(taken)
+        return [Piece(self, offset, length) for offset in taken]
+
     def largest_hole_bytes(self) -> int:
         """The longest piece that `allocate` could give now. Joins what rests in the bins first."""
         self._join_bins()

@@ -48,6 +48,11 @@ class Arrival:
             self._is_good = False
         self._checked_bytes = end
 
+    @property
+    def is_whole(self) -> bool:
+        """All bytes have been told of."""
+        return self._checked_bytes == len(self._payload)
+
     def table(self) -> bytes | None:
         """The CRC table of the payload, all of which is there; None if it does not match."""
         left_bytes = len(self._payload) - self._checked_bytes

@@ -9,6 +9,7 @@ sender lets go. Volatile records (RAM only, with a ttl) live here too, bounded a
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
@@ -184,23 +185,34 @@ class Cache:
         Evicts others to stay within the capacity; ask `admits` or `fits` first.
         """
         record = CachedRecord(salt, facts, piece, tick=tick)
+        self.insert_all(salt, (record,))
+        return record
+
+    def insert_all(self, salt: bytes, records: Sequence[CachedRecord]) -> None:
+        """`insert` of records, all different, of one namespace generation."""
         space = self._spaces.setdefault(salt, {})
-        older = space.get(facts.key)
-        if older is not None:
-            self._drop(older)
-            space = self._spaces.setdefault(salt, {})
-        space[facts.key] = record
-        self.at[record.location] = record
-        self.used_bytes += record.size_bytes
-        if facts.key in self._ghosts:
-            del self._ghosts[facts.key]
-            self._to_main(record)
-        else:
-            self._small[record] = None
-            self._small_bytes += record.size_bytes
+        at, ghosts, small = self.at, self._ghosts, self._small
+        used_bytes = small_bytes = 0
+        for record in records:
+            key = record.facts.key
+            older = space.get(key)
+            if older is not None:
+                self._drop(older)
+                space = self._spaces.setdefault(salt, {})
+            space[key] = record
+            at[record.location] = record
+            size = record.size_bytes
+            used_bytes += size
+            if key in ghosts:
+                del ghosts[key]
+                self._to_main(record)
+            else:
+                small[record] = None
+                small_bytes += size
+        self.used_bytes += used_bytes
+        self._small_bytes += small_bytes
         while self.used_bytes > self.capacity_bytes and self._evict_one():
             pass
-        return record
 
     def has_volatile_room(self, size_bytes: int) -> bool:
         """Whether one more volatile record of that size is within its share."""

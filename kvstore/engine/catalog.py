@@ -19,6 +19,7 @@ from kvstore.engine.namespaces import index_keys, index_keys_few
 from kvstore.engine.policy import SegmentScores
 from kvstore.limits import DIGEST_BYTES, PAGE_BYTES, PINS_PER_KEY_MAX
 
+_MASK64: Final = (1 << 64) - 1
 _FEW_KEYS: Final = 32
 """Up to so many keys are searched one by one where the search is not compiled."""
 _SCALAR_KEYS_MAX = 8
@@ -47,6 +48,10 @@ class Catalog:
     def lookup(self, keys: U64) -> U64:
         """Locations of n keys, 0 where absent."""
         return self.index.lookup(keys)
+
+    def holds_any(self, ref: NamespaceRef, keys: bytes) -> bool:
+        """Whether one of n * 32 bytes of record keys is there."""
+        return any(self.locate(ref, keys, list(range(len(keys) // DIGEST_BYTES)), 0))
 
     def valid(self, keys: U64, locations: U64) -> Bools:
         """Which of these records are still what the index says of their key: the live ones of a segment's entries."""
@@ -205,6 +210,22 @@ class Catalog:
             self._count_replaced(slot, previous, location)
         self.scores.add(location, tick)
         return previous
+
+    def replace_many(self, keys16: Sequence[bytes], locations: Sequence[int], tick: int) -> list[int]:
+        """`replace` of several keys, all different, whose records have one length and lie in one segment."""
+        added = self.index.insert_few(keys16, locations, tick)
+        if all(added):
+            self.scores.add_alike(locations, tick)
+            return [0] * len(added)
+        answers: list[int] = []
+        for is_added, key16, location in zip(added, keys16, locations, strict=True):
+            if is_added:
+                self.scores.add(location, tick)
+                answers.append(0)
+            else:
+                key = int.from_bytes(key16, "little")
+                answers.append(self.replace(key & _MASK64, key >> 64, location, tick))
+        return answers
 
     def load(self, keys: U64, locations: U64, ticks: U32) -> Bools:
         """Recovery: n keys, no two equal, into an empty catalog. Says which the index had room for."""

@@ -18,10 +18,21 @@ from kvstore.device.base import Device
 from kvstore.device.health import DriveHealth
 from kvstore.device.probe import open_device
 from kvstore.device.queue import DispatchQueue
-from kvstore.engine.api import MatchOutcome, NamespaceRef, PutSpec, PutTicket, ReadHandle, ReadSink, ReadSpec, ReadyItem
+from kvstore.engine.api import (
+    MatchOutcome,
+    NamespaceRef,
+    PutColumns,
+    PutParcel,
+    PutSpec,
+    PutTicket,
+    ReadHandle,
+    ReadSink,
+    ReadSpec,
+)
 from kvstore.engine.arena import Arena
 from kvstore.engine.cache import Cache, CachedRecord, HeaderLru
 from kvstore.engine.catalog import Catalog
+from kvstore.engine.discard import Discard
 from kvstore.engine.drive import data_file, is_block_device, prepare_drive
 from kvstore.engine.estimate import DayMeter, LoadEstimator
 from kvstore.engine.explain import KeyFate, fate_of
@@ -90,19 +101,6 @@ class EngineSettings:
     cluster_id: bytes = NO_CLUSTER
     prefault: bool = True
     warming: bool = False
-
-
-class _Discard:
-    """Sink of a prefetch: the records stay in the cache, nobody else wants them."""
-
-    def ready(self, item: ReadyItem) -> None:
-        item.release()
-
-    def missed(self, index: int, reason: MissReason) -> None:
-        pass
-
-    def finished(self) -> None:
-        pass
 
 
 class DriveEngine:
@@ -396,7 +394,7 @@ class DriveEngine:
         wanted = b"".join([cold[at] for at in there])
         if wanted:
             spec = ReadSpec(namespace=ref, keys=wanted, flow=FlowClass.PREFETCH, deadline_ns=now_ns + _PREFETCH_NS)
-            self._reader.read(spec, _Discard(), force_cache=True)
+            self._reader.read(spec, Discard(), force_cache=True)
         return len(there)
 
     # --- writing ------------------------------------------------------------------------------------------------------
@@ -412,6 +410,10 @@ class DriveEngine:
             self._volatile.open_put(spec, on_grant, streaming=streaming)
         else:
             self.store.writer.open_put(spec, on_grant, streaming=streaming)
+
+    def open_parcels(self, columns: PutColumns, first: int, stop: int) -> Sequence[PutParcel]:
+        """See `api.Engine.open_parcels`."""
+        return self.store.writer.open_parcels(columns, first, stop)
 
     def wait(
         self, ref: NamespaceRef, keys: bytes, deadline_ns: int, on_done: Callable[[bytes], None]
@@ -451,11 +453,8 @@ class DriveEngine:
 
     def _received(self, ref: NamespaceRef, keys: bytes) -> list[bytes]:
         """Index keys of those among `keys` whose puts have come whole and are on their way to the drive."""
-        under_way = [ticket.key16 for ticket in self._pending.values() if ticket.received]
-        if not under_way:
-            return []
-        wanted = {index_key(ref, key) for key in _each(keys)}
-        return [key16 for key16 in under_way if key16 in wanted]
+        under_way = self._pending.received()
+        return list(under_way.intersection(index_key(ref, key) for key in _each(keys))) if under_way else []
 
     def _quarantine(self, ref: NamespaceRef, key: bytes, location: int) -> None:
         count = self._ledger.quarantine(ref, index_keys(ref, key), np.array([location], dtype=np.uint64))

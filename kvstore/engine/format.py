@@ -28,22 +28,22 @@ CONTENT_ID_BYTES: Final = 16
 INDEX_KEY_BYTES: Final = 16
 
 _CRC = struct.Struct("<I")
-_CRC_AT: Final = 4
-_BODY_AT: Final = 8
+CHECKSUM_AT: Final = 4
+CHECKED_AT: Final = 8
 """Every structure: magic at 0 (4 bytes), CRC32C at 4, what the CRC covers from 8 on."""
 
 
 def _seal(page: memoryview | bytearray, end: int) -> None:
     """Write the checksum of `page[8:end]`."""
-    _CRC.pack_into(page, _CRC_AT, crc32c(memoryview(page)[_BODY_AT:end]))
+    _CRC.pack_into(page, CHECKSUM_AT, crc32c(memoryview(page)[CHECKED_AT:end]))
 
 
 def _sealed(page: memoryview, magic: bytes, end: int) -> bool:
     """Whether the magic word and the checksum of `page[8:end]` are right."""
     return (
         len(page) >= end
-        and bytes(page[:_CRC_AT]) == magic
-        and _CRC.unpack_from(page, _CRC_AT)[0] == crc32c(page[_BODY_AT:end])
+        and bytes(page[:CHECKSUM_AT]) == magic
+        and _CRC.unpack_from(page, CHECKSUM_AT)[0] == crc32c(page[CHECKED_AT:end])
     )
 
 
@@ -368,10 +368,10 @@ def entries_in_bounds(entries: Entries, segment_pages: int) -> npt.NDArray[np.bo
 
 # --- record header ----------------------------------------------------------------------------------------------------
 RECORD_MAGIC: Final = b"KVRC"
-_RECORD = struct.Struct("<4sIHHIQQIIII16s32s32s32s32sQQ")
+RECORD: Final = struct.Struct("<4sIHHIQQIIII16s32s32s32s32sQQ")
 CRC_TABLE_AT: Final = 256
-assert _RECORD.size <= CRC_TABLE_AT
-_RECORD_GAP: Final = bytes(CRC_TABLE_AT - _RECORD.size)
+assert RECORD.size <= CRC_TABLE_AT
+RECORD_GAP: Final = bytes(CRC_TABLE_AT - RECORD.size)
 
 
 def header_page_count(payload_bytes: int, block_bytes: int) -> int:
@@ -474,7 +474,7 @@ def fill_record_header(
     `place_record_header` adds those. A put comes here without a RecordHeader, which costs as much as the rest of it.
     """
     table_end = CRC_TABLE_AT + len(crc_table)
-    _RECORD.pack_into(
+    RECORD.pack_into(
         out,
         0,
         RECORD_MAGIC,
@@ -496,7 +496,7 @@ def fill_record_header(
         namespace_generation,
         written_ns,
     )
-    out[_RECORD.size : CRC_TABLE_AT] = _RECORD_GAP
+    out[RECORD.size : CRC_TABLE_AT] = RECORD_GAP
     out[CRC_TABLE_AT:table_end] = crc_table
     if table_end < len(out):
         out[table_end:] = bytes(len(out) - table_end)
@@ -505,9 +505,9 @@ def fill_record_header(
 def decode_record_header(data: Buffer) -> RecordHeader | None:
     """The record header at the start of `data`; None if it is damaged, or longer than `data`."""
     view = memoryview(data)
-    if len(view) < PAGE_BYTES or bytes(view[:_CRC_AT]) != RECORD_MAGIC:
+    if len(view) < PAGE_BYTES or bytes(view[:CHECKSUM_AT]) != RECORD_MAGIC:
         return None
-    fields = _RECORD.unpack_from(view)
+    fields = RECORD.unpack_from(view)
     header_pages, block_bytes, payload_bytes, crc_count = fields[2], fields[4], fields[5], fields[10]
     if block_bytes == 0 or payload_bytes > PAYLOAD_BYTES_MAX:
         return None

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from kvstore.engine.cache import Cache, RecordFacts
+from kvstore.engine.api import digest_at
+from kvstore.engine.cache import Cache, CachedRecord, RecordFacts
 from kvstore.engine.catalog import Catalog
 from kvstore.engine.namespaces import index_key
 from kvstore.engine.policy import Ancestors
 from kvstore.engine.put import Put, Ticket
+from kvstore.engine.put_parcel import GrantedParcel
 from kvstore.limits import ANCESTORS_MAX
+from kvstore.types.digest import ZERO_DIGEST
 
 
 class Hooks:
@@ -48,6 +53,30 @@ class Hooks:
                 location=ticket.location(),
             )
             self._cache.insert(spec.namespace.salt, facts, piece, tick=self.tick)
+
+    def stored_parcel(self, parcel: GrantedParcel, locations: Sequence[int], stored: Sequence[bool]) -> None:
+        """`stored` of several records."""
+        columns, first = parcel.columns, parcel.first
+        ref = columns.namespace
+        for at in range(parcel.count) if columns.parents.strip(b"\0") else ():
+            parent = digest_at(columns.parents, first + at)
+            if stored[at] and parent != ZERO_DIGEST:
+                key = int.from_bytes(parcel.keys16[at], "little")
+                above = int.from_bytes(index_key(ref, parent), "little")
+                self._touched += self._ancestors.put(key, above, self.tick)
+        cache = self._cache
+        payload_bytes, block_bytes = columns.payload_bytes, columns.block_bytes
+        if not cache.capacity_bytes or not cache.fits(payload_bytes):
+            return
+        header_pages = parcel.header_pages
+        rows = zip(parcel.keys(), parcel.tables, parcel.content_ids, locations, parcel.pieces, stored, strict=True)
+        records = []
+        for key, table, its_id, location, piece, is_stored in rows:
+            if is_stored:
+                piece.holders += 1
+                facts = RecordFacts(key, payload_bytes, block_bytes, table, its_id, header_pages, location)
+                records.append(CachedRecord(ref.salt, facts, piece, tick=self.tick))
+        cache.insert_all(ref.salt, records)
 
     def touch_ancestors(self) -> None:
         """Tell the index of the ancestors that puts of this turn have touched."""

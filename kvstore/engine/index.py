@@ -201,6 +201,49 @@ class Index:
         self._access_scalar[slot] = tick
         return previous
 
+    def insert_few(self, keys16: Sequence[bytes], locations: Sequence[int], tick: int) -> list[bool]:
+        """Add a handful of keys, all different, in one loop.
+
+        Returns:
+            Which were added. With one that may be there already, or that its page has no room for, nothing is done:
+            `insert` tells.
+        """
+        secret0, secret1, shift = self._secret0, self._secret1, self._shift
+        directory, states, search = self._directory_scalar, self._state_scalar, self._key0_map.find
+        added: list[bool] = []
+        for key16, location in zip(keys16, locations, strict=True):
+            both = int.from_bytes(key16, "little")
+            key0, key1 = both & _MASK64, both >> 64
+            mixed = (key0 * secret0 + key1 * secret1) & _MASK64
+            bits = mixed >> _BUCKET_SHIFT
+            low = bits & 31
+            first = directory[mixed >> shift] * PAGE_BUCKETS
+            bucket, other = first + low, first + (low ^ (bits >> 5 & 31 | 1))
+            half = key16[:8]
+            start, behind = bucket * _BUCKET_KEY_BYTES, other * _BUCKET_KEY_BYTES
+            if (
+                search(half, start, start + _BUCKET_KEY_BYTES) >= 0
+                or search(half, behind, behind + _BUCKET_KEY_BYTES) >= 0
+            ):
+                added.append(False)
+                continue
+            if _TAKEN_BYTES[states[other]] < _TAKEN_BYTES[states[bucket]]:
+                bucket = other
+            state = states[bucket]
+            if state == 0xFF:
+                added.append(False)
+                continue
+            free = _FIRST_FREE[state]
+            slot = bucket * BUCKET_SLOTS + free
+            self._key0_scalar[slot] = key0
+            self._key1_scalar[slot] = key1
+            states[bucket] = state | 1 << free
+            self._location_scalar[slot] = location
+            self._access_scalar[slot] = tick
+            added.append(True)
+        self.count += sum(added)
+        return added
+
     def delete(self, key0: int, key1: int, expected: int = 0) -> int:
         """Remove one key; with `expected`, only if it lies there. Returns the location removed, 0 if none was."""
         slot = self.find(key0, key1)

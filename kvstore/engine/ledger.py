@@ -7,7 +7,7 @@ looking at its records.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from kvstore.engine.allocator import Allocator
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.catalog import Catalog
-from kvstore.engine.format import ENTRY_DTYPE, Entries, distinct, entry_spaces
+from kvstore.engine.format import ENTRY_BYTES, ENTRY_DTYPE, Entries, distinct, entry_spaces
 from kvstore.engine.index import NOT_INSERTED
 from kvstore.engine.location import (
     I64,
@@ -111,6 +111,27 @@ class Ledger:
         self._count(target.segment, space, location_pages(location), 1)
         target.add(entry)
         return True
+
+    def complete_many(
+        self, target: OpenSegment, entries: bytes, *, keys16: Sequence[bytes], locations: Sequence[int], space: int
+    ) -> list[bool]:
+        """`complete` of records of one shape and namespace, all keys different. Says which the index took."""
+        previous = self.catalog.replace_many(keys16, locations, self.tick)
+        pages = location_pages(locations[0])
+        if not any(previous):
+            self._count(target.segment, space, pages * len(previous), len(previous))
+            target.add(entries)
+            return [True] * len(previous)
+        taken = [before != NOT_INSERTED for before in previous]
+        for at, before in enumerate(previous):
+            if before == NOT_INSERTED:
+                self.index_full = True
+                continue
+            if before:
+                self._count(location_segment(before), space, -location_pages(before), -1)
+            self._count(target.segment, space, pages, 1)
+            target.add(entries[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES])
+        return taken
 
     def move(self, target: OpenSegment, entry: bytes, *, keys: U64, old: U64, new: U64, space: int) -> bool:
         """A record of a victim was written again: it lies at `new` if it still lay at `old`, else the copy is dead.

@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
 from kvstore.engine.format import ENTRY_BYTES, INDEX_KEY_BYTES
-from kvstore.limits import MANIFEST_BYTES_MAX, PAGE_BYTES
+from kvstore.limits import MANIFEST_BYTES_MAX, PAGE_BYTES, PUT_PARCEL_RECORDS_MAX
 from kvstore.types.checksum import crc32c
 
 if TYPE_CHECKING:
@@ -102,15 +102,17 @@ def decode_block(page: Buffer, disk_id: bytes) -> BlockHeader | None:
 # --- records: kind u8 | flags u8 | length u16 (whole record, a multiple of 8) | body ----------------------------------
 _HEAD = struct.Struct("<BBH")
 _COMMIT = struct.Struct("<BBHIQ48s")
+_COMMIT_HEAD = struct.Struct("<BBHIQ")
 _TOMBSTONE = struct.Struct("<BBHIQQ16s")
 _NAMESPACE = struct.Struct("<BBHIIIII")
 _DROP = struct.Struct("<BBHII4x")
 COMMIT_BYTES: Final = _COMMIT.size
 TOMBSTONE_BYTES: Final = _TOMBSTONE.size
 NAMESPACE_PIECE_BYTES_MAX: Final = BLOCK_RECORD_BYTES - _NAMESPACE.size - 8
-assert COMMIT_BYTES == 16 + ENTRY_BYTES
+assert COMMIT_BYTES == _COMMIT_HEAD.size + ENTRY_BYTES == 16 + ENTRY_BYTES
 assert COMMIT_BYTES % 8 == TOMBSTONE_BYTES % 8 == _DROP.size % 8 == 0
 COMMITS_PER_BLOCK: Final = BLOCK_RECORD_BYTES // COMMIT_BYTES
+assert PUT_PARCEL_RECORDS_MAX <= COMMITS_PER_BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +170,14 @@ LogRecord = Commit | Tombstone | NamespacePiece | Drop
 def encode_commit(segment: int, generation: int, entry: bytes) -> bytes:
     """A commit record."""
     return _COMMIT.pack(RecordKind.COMMIT, 0, COMMIT_BYTES, segment, generation, entry)
+
+
+def encode_commits(segment: int, generation: int, entries: bytes) -> bytes:
+    """The commit records of several records of one segment, at most COMMITS_PER_BLOCK: they stand in one block."""
+    if len(entries) == ENTRY_BYTES:
+        return encode_commit(segment, generation, entries)
+    head = _COMMIT_HEAD.pack(RecordKind.COMMIT, 0, COMMIT_BYTES, segment, generation)
+    return b"".join([head + entries[at : at + ENTRY_BYTES] for at in range(0, len(entries), ENTRY_BYTES)])
 
 
 def encode_tombstone(tombstone: Tombstone) -> bytes:

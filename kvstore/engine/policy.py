@@ -8,6 +8,7 @@ before its first hole.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -75,6 +76,16 @@ class SegmentScores:
     def add(self, location: int, tick: int) -> None:
         """A record became valid."""
         self._account(location, tick, 1)
+
+    def add_alike(self, locations: Sequence[int], tick: int) -> None:
+        """`add` of records of one length in one segment, at least one."""
+        first, count = locations[0], len(locations)
+        segment, pages = location_segment(first), location_pages(first)
+        live_pages, live_records, access_sum, depth_sum = self._scalars
+        live_pages[segment] += count * pages
+        live_records[segment] += count
+        access_sum[segment] += count * pages * tick
+        depth_sum[segment] += pages * sum(map(location_depth, locations))
 
     def remove(self, location: int, tick: int) -> None:
         """A record, last accessed at `tick`, is no longer valid."""

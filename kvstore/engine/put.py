@@ -36,13 +36,14 @@ NO_ID = bytes(CONTENT_ID_BYTES)
 
 
 class Append:
-    """A record that the writer gives a place, writes and logs.
+    """A record, or several side by side, that the writer gives a place, writes and logs.
 
     Attributes:
-        pages: of the whole record.
+        pages: of all of it.
         header: its pages; None once let go.
         piece: the padded payload; None once let go, and for no bytes.
         power: sync the drive before the commit is logged, and after.
+        count: records in it, side by side.
         moving: a copy of a victim's record.
         fixed: its bytes go to the drive as they come, so it cannot be tried in another place.
         target, page: where it goes, once placed.
@@ -50,6 +51,7 @@ class Append:
 
     __slots__ = (
         "attempts",
+        "count",
         "fixed",
         "flow",
         "header",
@@ -66,6 +68,7 @@ class Append:
         self.header_pages = header_pages
         self.pages = pages
         self.flow = flow
+        self.count = 1
         self.header: Piece | None = None
         self.piece: Piece | None = None
         self.power = False
@@ -91,6 +94,20 @@ class Append:
             self.header.view, segment_generation=self.target.generation, segment=self.target.segment, page=self.page
         )
 
+    @property
+    def run(self) -> tuple[bytes, int] | None:
+        """Head of its run, and its position in the chain; None for what is only moved."""
+        return None
+
+    def views(self) -> list[memoryview]:
+        """What is written, in order."""
+        assert self.header is not None
+        return [self.header.view] if self.piece is None else [self.header.view, self.piece.view]
+
+    def cut(self, count: int) -> Append:
+        """An append of its own for its first `count` records, less than all; this one keeps the others."""
+        raise AssertionError("one record is not cut")
+
     def let_go(self) -> None:
         """Give up the memory. Idempotent."""
         if self.header is not None:
@@ -105,7 +122,7 @@ class Append:
         return True
 
     def entry(self, tick: int) -> bytes:
-        """The record as commit records and index blocks list it."""
+        """Its records as commit records and index blocks list them."""
         raise NotImplementedError
 
     def completed(self, entry: bytes) -> None:
@@ -169,6 +186,10 @@ class Ticket(Append):
     def depth(self) -> int:
         """Position in the chain as locations hold it."""
         return 0 if self.spec.position == POSITION_NONE else self.spec.position
+
+    @property
+    def run(self) -> tuple[bytes, int] | None:
+        return self.spec.run_head, self.spec.position
 
     def location(self) -> int:
         """Where it lies, once placed."""

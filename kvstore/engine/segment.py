@@ -74,15 +74,15 @@ class OpenSegment:
         """No record has room here yet."""
         return self.next_page == 1
 
-    def room_pages(self, segment_pages: int) -> int:
-        """Pages that one more record may have: what is left beside the index and footer that sealing will write."""
-        index = index_block_count(self.entry_count + self.outstanding + 1)
+    def room_pages(self, segment_pages: int, count: int = 1) -> int:
+        """Pages that so many more records may have: what is left beside the index and footer that sealing writes."""
+        index = index_block_count(self.entry_count + self.outstanding + count)
         return segment_pages - 1 - index - self.next_page
 
-    def add(self, entry: bytes) -> None:
-        """A record is complete."""
-        self._entries += entry
-        self.entry_count += 1
+    def add(self, entries: bytes) -> None:
+        """Records are complete, ENTRY_BYTES for each."""
+        self._entries += entries
+        self.entry_count += len(entries) // ENTRY_BYTES
 
     def entries(self) -> Entries:
         """All complete records, in the order of completion. A copy."""

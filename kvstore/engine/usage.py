@@ -34,9 +34,13 @@ class TenantUse:
         self.refused_records = 0
         self.wanted_pages = 0
 
+    def has_room(self, pages: int) -> bool:
+        """Whether puts of so many pages are within the quota."""
+        return not self.quota_pages or self.pages + self.waiting_pages + pages <= self.quota_pages
+
     def refusal(self, pages: int) -> Refused | None:
         """Why a put of so many pages is not taken; None where it fits."""
-        if not self.quota_pages or self.pages + self.waiting_pages + pages <= self.quota_pages:
+        if self.has_room(pages):
             return None
         self.refused_records += 1
         used, waiting, quota = (count * PAGE_BYTES for count in (self.pages, self.waiting_pages, self.quota_pages))

@@ -7,7 +7,7 @@ into one device write -> commit record in the log -> in the catalog: visible -> 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -16,20 +16,26 @@ from typing import Protocol
 import numpy as np
 
 from kvstore.engine.allocator import payload_bytes_max
-from kvstore.engine.api import Durability, PutSpec
+from kvstore.engine.api import Durability, NamespaceRef, PutColumns, PutSpec
 from kvstore.engine.appender import Appender
 from kvstore.engine.arena import Arena, Piece
-from kvstore.engine.format import Superblock, content_id
+from kvstore.engine.format import INDEX_KEY_BYTES, Superblock, content_id, header_page_count, page_count
 from kvstore.engine.ledger import Ledger
 from kvstore.engine.location import location_pages
-from kvstore.engine.namespaces import index_key
+from kvstore.engine.namespaces import index_key, index_keys
+from kvstore.engine.pending import Pending
 from kvstore.engine.put import OnGrant, Outcome, Put, Ticket, Waiting
+from kvstore.engine.put_parcel import GrantedParcel
 from kvstore.engine.segment import OpenSegment
 from kvstore.engine.streaming import StreamingPut
 from kvstore.limits import (
     CHECKSUM_BYTES_MIN,
+    DIGEST_BYTES,
     GRANTS_WAITING_MAX,
     PAGE_BYTES,
+    PUT_PARCEL_BYTES,
+    PUT_PARCEL_LAST_BYTES,
+    PUT_PARCEL_RECORDS_MAX,
     WRITER_BYTES_PER_CLIENT_MAX,
     WRITER_TTL_NS,
     WRITERS_PER_CLIENT_MAX,
@@ -44,6 +50,9 @@ class MemorySide(Protocol):
     def stored(self, ticket: Ticket) -> None:
         """A record is durable and in the catalog. Hold `ticket.piece` to cache it: the writer lets go afterwards."""
 
+    def stored_parcel(self, parcel: GrantedParcel, locations: Sequence[int], stored: Sequence[bool]) -> None:
+        """The same for those records of a parcel that are `stored`, at these places."""
+
     def reclaim_memory(self, length_bytes: int) -> bool:
         """Drop cached records until a piece of this length may be free. False when nothing could be dropped."""
 
@@ -55,7 +64,7 @@ class Writer:
     """Puts of one drive.
 
     Attributes:
-        pending: tickets in progress by salted index key.
+        pending: puts in progress by salted index key.
         now_ns: the time of the present turn.
         draining: no new puts.
         writers: layer-wise puts in progress, by client.
@@ -81,7 +90,8 @@ class Writer:
         self._memory = memory
         self._on_user_bytes = on_user_bytes
         self.payload_bytes_max = payload_bytes_max(superblock.segment_bytes)
-        self.pending: dict[bytes, Ticket] = {}
+        self.pending = Pending()
+        self._tickets = self.pending.tickets
         self.now_ns = 0
         self.draining = False
         self._grants: deque[Waiting] = deque()
@@ -93,7 +103,9 @@ class Writer:
     # --- asking for a ticket ----------------------------------------------------------------------------------------
     def open_put(self, spec: PutSpec, on_grant: OnGrant, *, streaming: bool = False) -> None:
         """See `api.Engine.open_put`; records for RAM only never come here."""
-        refused = self._refusal(spec, streaming=streaming)
+        refused = self._refusal(spec.namespace, spec.payload_bytes, spec.block_bytes)
+        if refused is None and streaming:
+            refused = self._streaming_refusal(spec)
         if refused is not None:
             self._refuse(on_grant, refused)
             return
@@ -117,31 +129,78 @@ class Writer:
             self._watch(waiting)
             self.metrics.grants_waiting = len(self._grants)
 
-    def _refusal(self, spec: PutSpec, *, streaming: bool) -> Refused | None:
+    def open_parcels(self, columns: PutColumns, first: int, stop: int) -> list[GrantedParcel]:
+        """See `api.Engine.open_parcels`."""
+        payload_bytes, namespace = columns.payload_bytes, columns.namespace
+        if self._grants or self._refusal(namespace, payload_bytes, columns.block_bytes) is not None:
+            return []
+        keys = columns.keys[first * DIGEST_BYTES : stop * DIGEST_BYTES]
+        blob = index_keys(namespace, keys).tobytes()
+        keys16 = [blob[at : at + INDEX_KEY_BYTES] for at in range(0, len(blob), INDEX_KEY_BYTES)]
+        use = self.ledger.usage.of(namespace.tenant)
+        header_pages = header_page_count(payload_bytes, columns.block_bytes)
+        pages = header_pages + page_count(payload_bytes)
+        if (
+            len(set(keys16)) != len(keys16)
+            or not use.has_room(len(keys16) * pages)
+            or self.pending.has_any(keys16)
+            or self.ledger.catalog.holds_any(namespace, keys)
+        ):
+            return []
+        parcels: list[GrantedParcel] = []
+        at = 0
+        for size in parcel_sizes(len(keys16), payload_bytes):
+            some = keys16[at : at + size]
+            memory = self._allocate_all(header_pages * PAGE_BYTES, payload_bytes, len(some))
+            if memory is None:
+                break
+            parcel = GrantedParcel(self, columns, first + at, some, *memory)
+            at += size
+            self.pending.adopt(parcel)
+            use.waiting_pages += parcel.pages
+            parcels.append(parcel)
+        return parcels
+
+    def _allocate_all(self, header_bytes: int, payload_bytes: int, count: int) -> tuple[Piece, list[Piece]] | None:
+        """Memory for records of one shape: one piece for all headers, one for each payload, for the cache to keep."""
+        header = self._allocate(header_bytes * count)
+        if header is None:
+            return None
+        pieces = self.arena.allocate_resting(payload_bytes, count)
+        while len(pieces) < count:
+            piece = self._allocate(payload_bytes)
+            if piece is None:
+                for one in (header, *pieces):
+                    one.release()
+                return None
+            pieces.append(piece)
+        return header, pieces
+
+    def _refusal(self, namespace: NamespaceRef, payload_bytes: int, block_bytes: int) -> Refused | None:
         """Why a put cannot be taken whatever the state of memory and drive."""
         if self.draining:
             return Refused(RefusedReason.DRAINING, "the node is shutting down; put to another one")
-        if not 0 <= spec.payload_bytes <= self.payload_bytes_max:
+        if not 0 <= payload_bytes <= self.payload_bytes_max:
             return Refused(
                 RefusedReason.INVALID,
-                f"record of {spec.payload_bytes} bytes is above this drive's limit of {self.payload_bytes_max} bytes; "
+                f"record of {payload_bytes} bytes is above this drive's limit of {self.payload_bytes_max} bytes; "
                 "use smaller chunks or more shards",
             )
-        if spec.block_bytes < CHECKSUM_BYTES_MIN and spec.payload_bytes > spec.block_bytes:
+        if block_bytes < CHECKSUM_BYTES_MIN and payload_bytes > block_bytes:
             return Refused(
                 RefusedReason.INVALID,
-                f"checksum block of {spec.block_bytes} bytes is below the limit of {CHECKSUM_BYTES_MIN}; use a larger",
+                f"checksum block of {block_bytes} bytes is below the limit of {CHECKSUM_BYTES_MIN}; use a larger",
             )
         failed = self.ledger.log.failed
         if failed is not None:
             return Refused(RefusedReason.NO_SPACE, f"the drive's log fails ({failed}); replace the drive")
-        if not self.ledger.namespaces.is_current(spec.namespace):
+        if not self.ledger.namespaces.is_current(namespace):
             return Refused(RefusedReason.UNKNOWN_NAMESPACE, "the namespace was dropped meanwhile; ask for it again")
         if len(self._grants) >= GRANTS_WAITING_MAX:
             return Refused(
                 RefusedReason.OVERLOADED, f"{len(self._grants)} puts wait for memory, the limit is reached; retry later"
             )
-        return self._streaming_refusal(spec) if streaming else None
+        return None
 
     def _streaming_refusal(self, spec: PutSpec) -> Refused | None:
         own = self.writers.get(spec.client_id, set())
@@ -213,7 +272,7 @@ class Writer:
                     return False
             put.grant(header, piece)
             ticket = put
-        self.pending[ticket.key16] = ticket
+        self._tickets[ticket.key16] = ticket
         self.ledger.usage.of(spec.namespace.tenant).waiting_pages += ticket.pages
         waiting.answer(ticket)
         return True
@@ -309,12 +368,12 @@ class Writer:
 
     def expire_owners(self, now_ns: int) -> None:
         """End the puts whose owner is gone or silent: a walk over all that are pending."""
-        for ticket in [ticket for ticket in self.pending.values() if 0 < ticket.expires_ns <= now_ns]:
+        for ticket in [ticket for ticket in self._tickets.values() if 0 < ticket.expires_ns <= now_ns]:
             self._expire(ticket)
 
     def end_writers_of(self, target: OpenSegment) -> None:
         """End the unfinished layer-wise puts of a segment that all other puts wait for."""
-        for ticket in list(self.pending.values()):
+        for ticket in list(self._tickets.values()):
             if isinstance(ticket, StreamingPut) and ticket.target is target and ticket.expires_ns:
                 self._expire(ticket)
 
@@ -331,8 +390,9 @@ class Writer:
         return self._deadlines[0][0] if self._deadlines else None
 
     def client_gone(self, client_id: bytes) -> None:
-        """A client's last connection closed: its unfinished puts end after the owner ttl."""
-        for ticket in self.pending.values():
+        """A client's last connection closed: its unfinished puts end after the owner ttl, but for parcels, which their
+        connections have given up."""
+        for ticket in self._tickets.values():
             if ticket.spec.client_id == client_id and not ticket.received:
                 ticket.expires_ns = self.now_ns + WRITER_TTL_NS
 
@@ -356,8 +416,8 @@ class Writer:
 
     def end(self, ticket: Ticket, outcome: Outcome) -> None:
         """A put has its outcome: tell its owner and those who wait for its key."""
-        if self.pending.get(ticket.key16) is ticket:
-            del self.pending[ticket.key16]
+        if self._tickets.get(ticket.key16) is ticket:
+            del self._tickets[ticket.key16]
             self.ledger.usage.of(ticket.spec.namespace.tenant).waiting_pages -= ticket.pages
         if isinstance(ticket, StreamingPut):
             self._writer_ended(ticket)
@@ -367,9 +427,65 @@ class Writer:
             ticket.let_go()
         waiters, ticket.waiters = ticket.waiters, []
         ticket.settle(outcome)
+        self._open_all(waiters)
+
+    def _open_all(self, waiters: Iterable[Waiting]) -> None:
+        """What these waited for has ended."""
         for waiting in waiters:
             if not waiting.settled:
                 self._open(waiting)
+
+    def complete_parcel(self, parcel: GrantedParcel, entries: bytes) -> None:
+        """The commit records of a parcel are on the drive: from now on its records are stored."""
+        columns, count = parcel.columns, parcel.count
+        length = parcel.pages * PAGE_BYTES
+        self.metrics.written_bytes += length
+        self._on_user_bytes(length)
+        assert parcel.target is not None
+        stored = [True] * count
+        if self.ledger.namespaces.is_current(columns.namespace):
+            locations = parcel.locations()
+            stored = self.ledger.complete_many(
+                parcel.target, entries, keys16=parcel.keys16, locations=locations, space=parcel.space
+            )
+            self._memory.stored_parcel(parcel, locations, stored)
+        kept = sum(stored)
+        self.metrics.stored_records += kept
+        self.metrics.stored_bytes += kept * columns.payload_bytes
+        if kept == count:
+            self._end_parcel(parcel, [(parcel.first, count, b"".join(parcel.content_ids))])
+            return
+        full = Refused(RefusedReason.NO_SPACE, "the index is full; raise the memory for it")
+        self.metrics.refusals[full.reason] += count - kept
+        self._end_parcel(
+            parcel,
+            [
+                (parcel.first + at, 1, its_id if is_stored else full)
+                for at, (is_stored, its_id) in enumerate(zip(stored, parcel.content_ids, strict=True))
+            ],
+        )
+
+    def end_parcel(self, parcel: GrantedParcel, refused: Refused) -> None:
+        """None of a parcel's records will be stored."""
+        self.metrics.refusals[refused.reason] += parcel.count
+        self._end_parcel(parcel, [(parcel.first, parcel.count, refused)])
+
+    def give_up_parcel(self, parcel: GrantedParcel) -> None:
+        """Its owner does not send what is missing, and knows so."""
+        self.metrics.refusals[RefusedReason.DEADLINE] += parcel.count
+        self._end_parcel(parcel, [])
+
+    def _end_parcel(self, parcel: GrantedParcel, outcomes: Iterable[tuple[int, int, bytes | Refused]]) -> None:
+        parcel.ended = True
+        self.pending.leave(parcel)
+        self.ledger.usage.of(parcel.columns.namespace.tenant).waiting_pages -= parcel.pages
+        parcel.let_go()
+        twins, parcel.twins = parcel.twins, {}
+        for part in outcomes:
+            parcel.settle(*part)
+        for twin in twins.values():
+            twin.ended = True
+            self._open_all(twin.waiters)
 
     def _writer_ended(self, ticket: StreamingPut) -> None:
         own = self.writers.get(ticket.spec.client_id)
@@ -388,6 +504,17 @@ class Writer:
 
 
 _WAITED_FOR = {True: "another put of the same key; its outcome is not known yet", False: "memory; retry later"}
+
+
+def parcel_sizes(count: int, payload_bytes: int) -> list[int]:
+    """How many records go in each parcel: the last ones are small, since the client waits for them."""
+    most = max(1, min(PUT_PARCEL_RECORDS_MAX, PUT_PARCEL_BYTES // payload_bytes))
+    least = max(1, PUT_PARCEL_LAST_BYTES // payload_bytes)
+    sizes = []
+    while count:
+        sizes.append(min(most, max(least, -(-count // 2)), count))
+        count -= sizes[-1]
+    return sizes
 
 
 def content_prefix(spec: PutSpec) -> bytes:

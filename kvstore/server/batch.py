@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from kvstore.engine.api import POSITION_NONE, Durability, NamespaceRef, PutSpec
+from kvstore.engine.api import POSITION_NONE, Durability, NamespaceRef, PutColumns, PutSpec, digest_at
 from kvstore.errors import InvalidRequest
 from kvstore.limits import (
     CHECKSUM_BYTES_MAX,
@@ -18,7 +18,6 @@ from kvstore.types.checksum import block_count
 from kvstore.types.flow import FlowClass
 from kvstore.wire.messages import ID_BYTES, Offer, WriterOpen
 
-_NO_DIGEST = bytes(DIGEST_BYTES)
 _NO_ID = bytes(ID_BYTES)
 
 
@@ -95,8 +94,8 @@ class Batch:
             deadline_ns=deadline_ns,
             client_id=client_id,
             position=self._positions[item] if self._positions else POSITION_NONE,
-            run_head=self._digest(message.run_heads, item),
-            parent=self._digest(message.parents, item),
+            run_head=digest_at(message.run_heads, item),
+            parent=digest_at(message.parents, item),
             part=message.parts[item] if message.parts else 0,
             durability=durability,
             volatile_ttl_ns=message.volatile_ttl_ns,
@@ -104,10 +103,37 @@ class Batch:
             owner_ttl_ns=owner_ttl_ns,
         )
 
-    def _digest(self, blob: bytes, item: int) -> bytes:
-        if len(blob) == DIGEST_BYTES:
-            return blob
-        return blob[item * DIGEST_BYTES : (item + 1) * DIGEST_BYTES] if blob else _NO_DIGEST
+    def columns(
+        self, *, namespace: NamespaceRef, flow: FlowClass, deadline_ns: int, client_id: bytes
+    ) -> PutColumns | None:
+        """All items at once, where they are whole dense records of one good shape; None for anything else."""
+        message = self._message
+        if (
+            not isinstance(message, Offer)
+            or self._crc_ends is not None
+            or message.durability != Durability.COMMIT
+            or message.volatile_ttl_ns
+            or message.content_ids
+            or message.parts.strip(b"\0")
+            or not self.count
+        ):
+            return None
+        length, block = self.lengths[0], self._blocks[0]
+        is_alike = self.lengths.count(length) == self.count == self._blocks.count(block)
+        if not is_alike or not length or self.defect(0):
+            return None
+        return PutColumns(
+            namespace=namespace,
+            keys=message.keys,
+            payload_bytes=length,
+            block_bytes=block,
+            flow=flow,
+            deadline_ns=deadline_ns,
+            client_id=client_id,
+            positions=self._positions,
+            run_heads=message.run_heads,
+            parents=message.parents,
+        )
 
     def _find_crcs(self, crc_tables: bytes) -> list[int]:
         """Where each item's table begins in the blob, and where the last one ends."""

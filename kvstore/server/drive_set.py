@@ -13,6 +13,8 @@ from kvstore.engine.api import (
     Engine,
     MatchOutcome,
     NamespaceRef,
+    PutColumns,
+    PutParcel,
     PutSpec,
     PutTicket,
     ReadHandle,
@@ -229,6 +231,10 @@ class DriveSet:
                     home = engine
                     break
         home.open_put(replace(spec, namespace=_known(home, spec.namespace)), on_grant, streaming=streaming)
+
+    def open_parcels(self, columns: PutColumns, first: int, stop: int) -> Sequence[PutParcel]:
+        """See `Engine.open_parcels`: none, since each record has a drive of its own."""
+        return ()
 
     def client_gone(self, client_id: bytes) -> None:
         """See `Engine.client_gone`."""

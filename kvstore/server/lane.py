@@ -61,7 +61,8 @@ class ReadLane:
         """
         view = self._reader.between_frames()
         connection = self._connection
-        if view is None or connection.in_turn or connection.is_blocked or self._writer.pending_bytes:
+        is_busy = connection.call is not None  # whose payload may go past the reader
+        if view is None or is_busy or connection.in_turn or connection.is_blocked or self._writer.pending_bytes:
             return connection.channel.on_readable()
         exchange = self._exchange
         if exchange is None:

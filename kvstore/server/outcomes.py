@@ -24,10 +24,18 @@ class Outcomes:
 
     def add(self, item: int, status: int, *, content_id: bytes = _NO_ID, detail: str = "") -> None:
         """An item has ended."""
+        if detail:
+            self._details[len(self._items)] = one_line(detail)
         self._items.append(item)
         self._statuses.append(status)
-        self._content_ids.append(content_id or _NO_ID)
-        self._details.append(one_line(detail))
+        self._content_ids += content_id or _NO_ID
+
+    def add_many(self, items: range, status: int, content_ids: bytes = b"") -> None:
+        """Items have ended in one way; with ID_BYTES of content id for each, or without."""
+        count = len(items)
+        self._items += items
+        self._statuses += bytes([status]) * count
+        self._content_ids += content_ids or bytes(count * ID_BYTES)
 
     def add_outcome(self, item: int, outcome: Stored | Exists | Refused) -> None:
         """An item has ended as the engine says."""
@@ -41,16 +49,17 @@ class Outcomes:
     def take(self) -> list[Result]:
         """All that were added, as messages."""
         results = []
+        details = self._details
         for at in range(0, len(self._items), RESULTS_PER_FRAME_MAX):
-            stop = at + RESULTS_PER_FRAME_MAX
-            content_ids = self._content_ids[at:stop]
-            details = self._details[at:stop]
+            stop = min(at + RESULTS_PER_FRAME_MAX, len(self._items))
+            content_ids = bytes(self._content_ids[at * ID_BYTES : stop * ID_BYTES])
+            some = [details.get(place, "") for place in range(at, stop)] if details else []
             results.append(
                 Result(
                     items=pack_u32(self._items[at:stop]),
                     statuses=bytes(self._statuses[at:stop]),
-                    content_ids=b"".join(content_ids) if any(one != _NO_ID for one in content_ids) else b"",
-                    details="\n".join(details) if any(details) else "",
+                    content_ids=content_ids if content_ids.strip(b"\0") else b"",
+                    details="\n".join(some) if any(some) else "",
                 )
             )
         self._clear()
@@ -58,9 +67,9 @@ class Outcomes:
 
     def _clear(self) -> None:
         self._items: list[int] = []
-        self._statuses: list[int] = []
-        self._content_ids: list[bytes] = []
-        self._details: list[str] = []
+        self._statuses = bytearray()
+        self._content_ids = bytearray()
+        self._details: dict[int, str] = {}
 
 
 def one_line(detail: str) -> str:

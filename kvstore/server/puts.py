@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvstore.engine.api import Engine, NamespaceRef, PutTicket
+from kvstore.engine.api import Engine, NamespaceRef, PutColumns, PutParcel, PutTicket
 from kvstore.errors import ChecksumMismatch, InvalidRequest
 from kvstore.limits import (
     BATCH_ITEMS_MAX,
@@ -35,13 +35,17 @@ _FIRST_ITEMS: Final = 4
 class PutCall(Call):
     """One OFFER. Items are opened within a window, granted as the engine has memory, and end one by one.
 
-    An item is open (asked of the engine), granted (its payload is on its way), committed, or ended; `_tickets` holds
-    the granted ones that are not committed yet.
+    An item is open (asked of the engine), granted (its payload is on its way), committed, or ended. Items of one shape
+    go in parcels, where the engine gives them; `_parcels` says which item is in which, and `_tickets` holds those that
+    go alone, as long as they are not committed.
     """
 
     __slots__ = (
         "_advancing",
+        "_alone_until",
+        "_are_alike",
         "_batch",
+        "_columns",
         "_committed",
         "_ended",
         "_ended_count",
@@ -53,6 +57,7 @@ class PutCall(Call):
         "_open_bytes",
         "_open_count",
         "_outcomes",
+        "_parcels",
         "_sent_ns",
         "_tickets",
         "_wait_durable",
@@ -90,7 +95,11 @@ class PutCall(Call):
         self._ended_count = 0
         self._committed: set[int] = set()
         self._tickets: dict[int, PutTicket] = {}
+        self._columns: PutColumns | None = None
+        self._alone_until = 0  # up to here the engine gives no parcels
+        self._parcels: dict[int, PutParcel] = {}
         self._landings: list[Landing] = []
+        self._are_alike = True  # the landings: all in parcels
         self._wave: list[int] = []  # arrived, but not handed over yet
         self._wave_bytes = 0
         self._wave_number = 0
@@ -100,6 +109,15 @@ class PutCall(Call):
 
     def start(self) -> None:
         """Opens what the window allows. The first few are granted at once, so that the client sends meanwhile."""
+        assert self._namespace is not None
+        assert self.connection.client is not None
+        if self._inline is None:
+            self._columns = self._batch.columns(
+                namespace=self._namespace,
+                flow=self.connection.flow,
+                deadline_ns=self.deadline_ns,
+                client_id=self.connection.client.id,
+            )
         self._advance(items_max=_FIRST_ITEMS)
         if self._landings and self._next < self._batch.count:
             self.connection.send_now()
@@ -121,7 +139,11 @@ class PutCall(Call):
         if self._landings:
             landings, self._landings = connection.channel.share_of(self._landings, self.request_id)
             connection.session.send(FrameType.GRANT)
-            connection.channel.fetch(landings, self.request_id, self, epoch=connection.epoch)
+            block_bytes = 0
+            if self._columns is not None and self._are_alike:
+                block_bytes = self._columns.block_bytes
+            self._are_alike = True
+            connection.channel.fetch(landings, self.request_id, self, epoch=connection.epoch, block_bytes=block_bytes)
         is_complete = self._is_complete()
         if is_complete or self._results_are_due():
             self._sent_ns = connection.now_ns
@@ -146,19 +168,35 @@ class PutCall(Call):
         tickets, self._tickets = self._tickets, {}
         for ticket in tickets.values():
             ticket.abort()
+        parcels, self._parcels = self._parcels, {}
+        for parcel in parcels.values():
+            parcel.abort()
 
     # --- FetchEvents ------------------------------------------------------------------------------------------------
     def arrived(self, one: Slice, arrived_bytes: int) -> None:
-        """Some of a slice is in its ticket's buffer."""
+        """Some of a slice is in its record's buffer."""
+        parcel = self._parcels.get(one.item)
+        if parcel is not None:
+            parcel.arrived(one.item, one.offset, arrived_bytes, one.crcs)
+            return
         ticket = self._tickets.get(one.item)
         if ticket is not None:
             ticket.arrived(one.offset, arrived_bytes, one.crcs)
 
     def fetched(self, item: int) -> None:
-        """All bytes of an item are in its ticket's buffer. The engine gets several at once while more are coming."""
+        """All bytes of an item are in its buffer. The engine gets several at once while more are coming."""
         connection = self.connection
         length = self._batch.lengths[item]
         connection.metrics.received_bytes[connection.flow] += length
+        parcel = self._parcels.get(item)
+        if parcel is not None:
+            parcel.missing -= 1
+            if not parcel.missing:
+                self._commit_parcel(parcel)
+                connection.wake_engine()
+            elif parcel.missing == parcel.count - 1:
+                connection.gather(partial(self._commit_late, parcel))
+            return
         wave = self._wave
         wave.append(item)
         self._wave_bytes += length
@@ -171,6 +209,74 @@ class PutCall(Call):
         """Nothing more came soon enough."""
         if wave_number == self._wave_number:
             self._hand_over()
+
+    def came(self, items: Sequence[int], tables: bytes) -> None:
+        """All bytes of items in parcels are in their buffers, with these CRC tables."""
+        connection = self.connection
+        count = len(items)
+        connection.metrics.received_bytes[connection.flow] += count * self._batch.lengths[items[0]]
+        step = len(tables) // count
+        at = 0
+        while at < count and not self.over:
+            first = items[at]
+            parcel = self._parcels[first]
+            some = min(count - at, parcel.first + parcel.count - first)
+            parcel.came(first, tables[at * step : (at + some) * step] if some < count else tables, some)
+            at += some
+            parcel.missing -= some
+            if not parcel.missing:
+                self._commit_parcel(parcel)
+                connection.wake_engine()
+            elif parcel.missing + some == parcel.count:
+                connection.gather(partial(self._commit_late, parcel))
+
+    def _commit_late(self, parcel: PutParcel) -> None:
+        """The rest of a parcel did not come soon enough: what is whole goes on without it."""
+        if self.over or self._parcels.get(parcel.first) is not parcel:
+            return
+        self._commit_whole(parcel)
+        self.connection.wake_engine()
+
+    def _commit_whole(self, parcel: PutParcel) -> None:
+        """What is whole of a parcel goes on: the first records together, or each alone."""
+        there = parcel.count - parcel.missing
+        whole = parcel.whole()
+        if not there:
+            return
+        if all(whole[:there]) and parcel.missing:
+            self._commit_parcel(self._cut(parcel, there))
+            return
+        for one, is_whole in zip(self._singles(parcel), whole, strict=True):
+            if is_whole:
+                self._commit_parcel(one)
+
+    def _cut(self, parcel: PutParcel, count: int) -> PutParcel:
+        part = parcel.cut(count)
+        self._parcels.update(dict.fromkeys(range(part.first, part.first + part.count), part))
+        return part
+
+    def _singles(self, parcel: PutParcel) -> list[PutParcel]:
+        """A parcel as parcels of one record."""
+        return [*(self._cut(parcel, 1) for _ in range(parcel.count - 1)), parcel]
+
+    def _commit_parcel(self, parcel: PutParcel) -> None:
+        items = range(parcel.first, parcel.first + parcel.count)
+        try:
+            is_good = parcel.filled()
+        except ChecksumMismatch as error:
+            del self._parcels[parcel.first]
+            self._end(parcel.first, Refused(RefusedReason.INVALID, str(error)))
+            return
+        if not is_good:
+            for one in self._singles(parcel):
+                self._commit_parcel(one)
+            return
+        for item in items:
+            del self._parcels[item]
+        self._committed.update(items)
+        parcel.commit(
+            on_received=None if self._wait_durable else self._on_parcel_received, on_done=self._on_parcel_done
+        )
 
     def _hand_over(self) -> None:
         """The items that have arrived go on, all in one go: one write, one commit."""
@@ -196,6 +302,8 @@ class PutCall(Call):
                 is_full = self._open_count >= PUT_WINDOW_ITEMS or self._open_bytes + length > PUT_WINDOW_BYTES
                 if self._open_count and is_full:
                     return
+                if self._columns is not None and self._next >= self._alone_until and self._open_parcels(self._columns):
+                    continue
                 item = self._next
                 self._next += 1
                 self._open_count += 1
@@ -203,6 +311,25 @@ class PutCall(Call):
                 self._open(item)
         finally:
             self._advancing = False
+
+    def _open_parcels(self, columns: PutColumns) -> bool:
+        """Opens what the window allows, in parcels; False where the engine gives none."""
+        room = min((PUT_WINDOW_BYTES - self._open_bytes) // columns.payload_bytes, PUT_WINDOW_ITEMS - self._open_count)
+        first = self._next
+        stop = min(first + max(room, 1), self._batch.count)
+        parcels = self._engine.open_parcels(columns, first, stop)
+        if not parcels:
+            self._alone_until = stop
+            return False
+        for parcel in parcels:
+            items = range(parcel.first, parcel.first + parcel.count)
+            self._parcels.update(dict.fromkeys(items, parcel))
+            self._landings += map(Landing, items, parcel.buffers)
+            self._next = items.stop
+        self._open_count += self._next - first
+        self._open_bytes += (self._next - first) * columns.payload_bytes
+        self.connection.request_send()
+        return True
 
     def _open(self, item: int) -> None:
         defect = self._batch.defect(item)
@@ -238,6 +365,7 @@ class PutCall(Call):
             self._filled(item, granted)
         elif len(buffer):
             self._landings.append(Landing(item=item, buffer=buffer))
+            self._are_alike = False
             self.connection.request_send()
         else:
             self._filled(item, granted)
@@ -262,6 +390,24 @@ class PutCall(Call):
             self._count_end(item)
 
     @shielded
+    def _on_parcel_received(self, first: int, count: int) -> None:
+        if not self.over:
+            self._outcomes.add_many(range(first, first + count), ItemStatus.RECEIVED)
+            self._count_ends(first, count)
+
+    @shielded
+    def _on_parcel_done(self, first: int, count: int, outcome: bytes | Refused) -> None:
+        if self._is_ended(first):
+            return  # the call is over, or they ended as received: all of them
+        items = range(first, first + count)
+        if isinstance(outcome, bytes):
+            self._outcomes.add_many(items, ItemStatus.STORED, outcome)
+        else:
+            for item in items:
+                self._outcomes.add_outcome(item, outcome)
+        self._count_ends(first, count)
+
+    @shielded
     def _end(self, item: int, outcome: Stored | Exists | Refused) -> None:
         if not self._is_ended(item):
             self._outcomes.add_outcome(item, outcome)
@@ -270,6 +416,15 @@ class PutCall(Call):
     def _is_ended(self, item: int) -> bool:
         return self.over or bool(self._ended[item])
 
+    def _count_ends(self, first: int, count: int) -> None:
+        """Items of one length, which were open, have ended."""
+        self._ended[first : first + count] = b"\1" * count
+        self._ended_count += count
+        self._open_count -= count
+        self._open_bytes -= count * self._batch.lengths[first]
+        self._committed.difference_update(range(first, first + count))
+        self._after_end()
+
     def _count_end(self, item: int) -> None:
         self._ended[item] = 1
         self._ended_count += 1
@@ -277,6 +432,9 @@ class PutCall(Call):
             self._open_count -= 1
             self._open_bytes -= self._batch.lengths[item]
         self._committed.discard(item)
+        self._after_end()
+
+    def _after_end(self) -> None:
         if self._next < self._batch.count:
             self._advance()
         if self.has_output():
@@ -294,6 +452,8 @@ class PutCall(Call):
         if self.over:
             return
         self._hand_over()  # what has come whole is stored
+        for parcel in list(dict.fromkeys(self._parcels.values())):
+            self._commit_whole(parcel)
         committed = set(self._committed)
         self.release()
         self._next = self._batch.count

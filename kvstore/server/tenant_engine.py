@@ -30,6 +30,7 @@ class TenantEngine:
         "look_cached",
         "match",
         "next_timer_ns",
+        "open_parcels",
         "open_put",
         "poll",
         "prefetch",
@@ -65,6 +66,7 @@ class TenantEngine:
         self.look_cached = engine.look_cached
         self.match = engine.match
         self.next_timer_ns = engine.next_timer_ns
+        self.open_parcels = engine.open_parcels
         self.open_put = engine.open_put
         self.poll = engine.poll
         self.prefetch = engine.prefetch

@@ -17,6 +17,8 @@ from kvstore.engine.api import (
     Durability,
     MatchOutcome,
     NamespaceRef,
+    PutColumns,
+    PutParcel,
     PutSpec,
     PutTicket,
     ReadHandle,
@@ -286,6 +288,10 @@ class DictEngine:
         else:
             self.pending[place] = []
             on_grant(DictTicket(self, spec, place, streaming=streaming))
+
+    def open_parcels(self, columns: PutColumns, first: int, stop: int) -> Sequence[PutParcel]:
+        """See `Engine.open_parcels`: none."""
+        return ()
 
     def client_gone(self, client_id: bytes) -> None:
         """See `Engine.client_gone`."""

@@ -133,9 +133,17 @@ class LabNode(RdmaNodeChannel):
         self._prepare(request_id, payload)
         super().deliver(slices, payload, request_id, payload_bytes=payload_bytes, epoch=epoch, on_sent=on_sent)
 
-    def fetch(self, landings: Sequence[Landing], request_id: int, events: FetchEvents, *, epoch: int = 0) -> None:
+    def fetch(
+        self,
+        landings: Sequence[Landing],
+        request_id: int,
+        events: FetchEvents,
+        *,
+        epoch: int = 0,
+        block_bytes: int = 0,
+    ) -> None:
         self._prepare(request_id, [landing.buffer for landing in landings])
-        super().fetch(landings, request_id, events, epoch=epoch)
+        super().fetch(landings, request_id, events, epoch=epoch, block_bytes=block_bytes)
 
     def shut(self) -> None:
         """Closes all: channel, pairs, memory, device."""

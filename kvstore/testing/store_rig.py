@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvstore.device.base import Device
 from kvstore.device.queue import DispatchQueue
-from kvstore.engine.api import Durability, NamespaceRef, PutSpec, PutTicket
+from kvstore.engine.api import Durability, NamespaceRef, PutColumns, PutSpec, PutTicket
 from kvstore.engine.arena import Arena
 from kvstore.engine.blocking import BlockingIo
 from kvstore.engine.catalog import Catalog
 from kvstore.engine.drive import prepare_drive
-from kvstore.engine.format import decode_record_header, page_count
+from kvstore.engine.format import CONTENT_ID_BYTES, decode_record_header, page_count
 from kvstore.engine.ledger import Ledger
 from kvstore.engine.location import U64, location_page, location_pages, location_segment
 from kvstore.engine.namespaces import index_key, index_keys
 from kvstore.engine.put import Outcome, Ticket
+from kvstore.engine.put_parcel import GrantedParcel
 from kvstore.engine.store import Store
 from kvstore.limits import MS_NS, PAGE_BYTES, MiB
 from kvstore.telemetry.metrics import EngineMetrics
@@ -43,6 +44,13 @@ class NoCache:
     def stored(self, ticket: Ticket) -> None:
         """Nothing is kept."""
         self.stored_keys.append(ticket.key)
+
+    def stored_parcel(self, parcel: GrantedParcel, locations: Sequence[int], stored: Sequence[bool]) -> None:
+        """Nothing is kept."""
+        keys = [int.from_bytes(key16, "little") for key16 in parcel.keys16]
+        self.stored_keys += [
+            (key & (1 << 64) - 1, key >> 64) for key, is_stored in zip(keys, stored, strict=True) if is_stored
+        ]
 
     def reclaim_memory(self, length_bytes: int) -> bool:
         """There is nothing to drop."""
@@ -186,6 +194,45 @@ class StoreRig:
         self.store.writer.open_put(spec, granted)
         return result
 
+    def columns(
+        self,
+        ref: NamespaceRef,
+        keys: Sequence[bytes],
+        payload_bytes: int,
+        *,
+        block_bytes: int = 16 * 1024,
+        positions: Sequence[int] = (),
+        run_heads: bytes = b"",
+        parents: bytes = b"",
+    ) -> PutColumns:
+        """Records of one shape to put together."""
+        return PutColumns(
+            namespace=ref,
+            keys=b"".join(keys),
+            payload_bytes=payload_bytes,
+            block_bytes=block_bytes,
+            flow=FlowClass.WRITEBACK,
+            deadline_ns=DEADLINE_NS,
+            client_id=b"rig",
+            positions=positions,
+            run_heads=run_heads,
+            parents=parents,
+        )
+
+    def begin_parcels(self, columns: PutColumns, payloads: Sequence[bytes]) -> dict[int, list[bytes | Refused]]:
+        """Put in parcels as many of these as get memory: their bytes arrive at once. Content ids or refusals by index,
+        empty while they are in progress."""
+        outcomes: dict[int, list[bytes | Refused]] = {}
+        for parcel in self.store.writer.open_parcels(columns, 0, len(payloads)):
+            for at, buffer in enumerate(parcel.buffers):
+                index = parcel.first + at
+                outcomes[index] = []
+                buffer[:] = payloads[index]
+                parcel.arrived(index, 0, len(buffer), crc_table(payloads[index], columns.block_bytes))
+            assert parcel.filled()
+            parcel.commit(on_received=None, on_done=lambda *ended: parcel_ended(outcomes, *ended))
+        return outcomes
+
     def put(self, ref: NamespaceRef, key: bytes, payload: bytes, **options: object) -> Outcome:
         """Put and wait for the outcome."""
         result = self.begin_put(ref, key, payload, **options)  # type: ignore[arg-type]
@@ -242,6 +289,13 @@ class StoreRig:
         dropped = sum(known.ref.generation > 1 for known in self.store.namespaces)
         if not dropped:
             assert counted.tolist() == by_space
+
+
+def parcel_ended(outcomes: dict[int, list[bytes | Refused]], index: int, count: int, outcome: bytes | Refused) -> None:
+    """Notes how some records of a parcel have ended."""
+    for at in range(count):
+        one = outcome if isinstance(outcome, Refused) else outcome[at * CONTENT_ID_BYTES : (at + 1) * CONTENT_ID_BYTES]
+        outcomes[index + at].append(one)
 
 
 def read_record(io: BlockingIo, store: Store, ref: NamespaceRef, key: bytes, location: int) -> bytes | None:

@@ -75,10 +75,12 @@ class Fetched:
     Attributes:
         items: complete ones, in order.
         ends: up to where each item's bytes were said to be there.
+        tables: CRC tables of those that came together.
     """
 
     items: list[int] = field(default_factory=list)
     ends: dict[int, int] = field(default_factory=dict)
+    tables: bytes = b""
 
     def arrived(self, one: Slice, arrived_bytes: int) -> None:
         """Some of a slice is there."""
@@ -88,6 +90,11 @@ class Fetched:
     def fetched(self, item: int) -> None:
         """An item is complete."""
         self.items.append(item)
+
+    def came(self, items: Sequence[int], tables: bytes) -> None:
+        """Items are complete."""
+        self.items += items
+        self.tables += tables
 
 
 CONDITIONS = [

@@ -9,8 +9,7 @@ sees `NodeChannel`, and one scheduler, on the node, owns the order on the wire.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore.wire.frames import Frame
 from kvstore.wire.schema import Message
@@ -53,9 +52,11 @@ class Channel(Protocol):
         """Closes; every `on_sent` that is outstanding is called. Idempotent."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Landing:
-    """Where the payload of one granted put belongs. `buffer` is the node's memory, of the record's exact length."""
+class Landing(NamedTuple):
+    """Where the payload of one granted put belongs. `buffer` is the node's memory, of the record's exact length.
+
+    A tuple, not a dataclass: one is made for each record.
+    """
 
     item: int
     buffer: memoryview
@@ -72,6 +73,12 @@ class FetchEvents(Protocol):
 
     def fetched(self, item: int) -> None:
         """All bytes of a landing are there."""
+
+    def came(self, items: Sequence[int], tables: bytes) -> None:
+        """All bytes of these landings, of one shape, are there, and their CRC tables are `tables`, one after the other.
+
+        What `arrived` and `fetched` say, for several.
+        """
 
 
 class NodeChannel(Channel, Protocol):
@@ -92,8 +99,21 @@ class NodeChannel(Channel, Protocol):
         `payload` holds the bytes of the slices that have any, in order, and stays as it is until `on_sent`.
         """
 
-    def fetch(self, landings: Sequence[Landing], request_id: int, events: FetchEvents, *, epoch: int = 0) -> None:
-        """Grants puts: their payload is moved into the landings, which are written until `fetched` or `unfetch`."""
+    def fetch(
+        self,
+        landings: Sequence[Landing],
+        request_id: int,
+        events: FetchEvents,
+        *,
+        epoch: int = 0,
+        block_bytes: int = 0,
+    ) -> None:
+        """Grants puts: their payload is moved into the landings, which are written until `fetched` or `unfetch`.
+
+        Args:
+            block_bytes: the checksum block of all of them, where they have one length and their CRC words come with
+                the data; else 0.
+        """
 
     def share_of(self, landings: list[Landing], request_id: int) -> tuple[list[Landing], list[Landing]]:
         """What to `fetch` in this turn of the connection, and what in its next ones."""

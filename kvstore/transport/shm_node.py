@@ -206,13 +206,21 @@ class ShmNodeChannel(TcpNodeChannel):
         self.writer.push_slices(slices, (), request_id, payload_bytes=0, frame_type=FrameType.PLACED, epoch=epoch)
         on_sent()
 
-    def fetch(self, landings: Sequence[Landing], request_id: int, events: FetchEvents, *, epoch: int = 0) -> None:
+    def fetch(
+        self,
+        landings: Sequence[Landing],
+        request_id: int,
+        events: FetchEvents,
+        *,
+        epoch: int = 0,
+        block_bytes: int = 0,
+    ) -> None:
         """Copies the payload out of the places that the client named; else as over TCP.
 
         What is checked and stored are the copies: the client may change its memory at any time.
         """
         if request_id != self._taken_id:
-            super().fetch(landings, request_id, events, epoch=epoch)
+            super().fetch(landings, request_id, events, epoch=epoch, block_bytes=block_bytes)
             return
         for landing in landings:
             if request_id != self._taken_id:

@@ -7,9 +7,10 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from kvstore.errors import InvalidRequest
-from kvstore.limits import PAYLOAD_WAKE_BYTES, KiB
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.limits import FRAME_PAYLOAD_BYTES_MAX, PAYLOAD_WAKE_BYTES, KiB
 from kvstore.transport.base import FetchEvents, Landing
+from kvstore.transport.put_lane import PutLane, replay
 from kvstore.transport.tcp import TcpChannel
 from kvstore.wire.body import MemoryBudget
 from kvstore.wire.frames import Frame, FrameReader
@@ -49,6 +50,7 @@ class TcpNodeChannel(TcpChannel):
         "_arriving",
         "_events",
         "_landings",
+        "_lane",
         "_other",
         "_placed_count",
         "_request_id",
@@ -80,6 +82,7 @@ class TcpNodeChannel(TcpChannel):
         self._unfetched_id = -1  # request whose payload nobody wants any more; -1 is none's
         self._arriving: Slice | None = None  # the one slice of the DATA frame in progress
         self._wake_bytes = _ANY
+        self._lane: PutLane | None = None  # for what comes as our own client sends it
 
     def on_readable(self) -> list[Frame]:
         """See `Channel.on_readable`. Tells of payload on its way, and lets the kernel gather some before the next call.
@@ -87,6 +90,8 @@ class TcpNodeChannel(TcpChannel):
         A wake-up costs as much as receiving 50 KiB, so while much of a frame is missing the socket counts as readable
         only when PAYLOAD_WAKE_BYTES of it, or the rest, have come.
         """
+        if self._lane is not None:
+            return self._receive_expected(self._lane)
         frames = super().on_readable()
         if self._landings or self._wake_bytes != _ANY:
             reader = self.reader
@@ -97,6 +102,45 @@ class TcpNodeChannel(TcpChannel):
                 self._events.arrived(arriving, arriving.length_bytes - missing)
             self._wake_at(min(missing, PAYLOAD_WAKE_BYTES) or _ANY)
         return frames
+
+    def _receive_expected(self, lane: PutLane) -> list[Frame]:
+        """`on_readable` of what the lane knows; as much as a frame may have at a time."""
+        assert self._events is not None
+        bytes_max = lane.received_bytes + FRAME_PAYLOAD_BYTES_MAX
+        while lane.received_bytes < bytes_max:
+            wanted = lane.left_bytes
+            try:
+                count = self._socket.recvmsg_into(lane.rest)[0]
+            except OSError as error:
+                self.took_none(error)
+                break
+            if not count:
+                self._leave_lane()
+                self.reader.end_of_stream()
+                raise Unavailable(f"{self.peer} closed the connection")
+            if not lane.advance(count, self._events):
+                return self._leave_lane()
+            if self._lane is not lane:
+                return []  # what the records led to has ended the call
+            if lane.is_over:
+                self._lane = None
+                self._wake_at(_ANY)
+                return []
+            if count < wanted:
+                break
+        # a frame of another kind waits until the next `progress`
+        self._wake_at(min(lane.left_bytes, PAYLOAD_WAKE_BYTES))
+        return []
+
+    def _leave_lane(self) -> list[Frame]:
+        """The general way from here on; the frames that are complete."""
+        lane, self._lane = self._lane, None
+        if lane is None:
+            return []
+        begun, landings = lane.take_apart()
+        for landing in landings:
+            self._landings[landing.item] = _Progress(landing.buffer)
+        return replay(self.reader, begun)
 
     def _wake_at(self, length_bytes: int) -> None:
         if length_bytes != self._wake_bytes:
@@ -111,6 +155,8 @@ class TcpNodeChannel(TcpChannel):
         """
         if self.fileno() >= 0:
             self._wake_at(_ANY)
+        if self._lane is not None:
+            return self._lane.received_bytes, self._placed_count, self.writer.sent_bytes
         position = self.reader.position
         if position is None and not self._landings and not self.writer.pending_bytes:
             return None
@@ -129,16 +175,38 @@ class TcpNodeChannel(TcpChannel):
         """Queues one DATA frame."""
         self.writer.push_slices(slices, payload, request_id, payload_bytes=payload_bytes, epoch=epoch, on_sent=on_sent)
 
-    def fetch(self, landings: Sequence[Landing], request_id: int, events: FetchEvents, *, epoch: int = 0) -> None:
+    def fetch(
+        self,
+        landings: Sequence[Landing],
+        request_id: int,
+        events: FetchEvents,
+        *,
+        epoch: int = 0,
+        block_bytes: int = 0,
+    ) -> None:
         """Queues one GRANT; the client answers with DATA. Landings of no bytes are not allowed."""
         self._events = events
         self._request_id = request_id
         self._unfetched_id = -1
-        for landing in landings:
-            assert len(landing.buffer), "nothing to fetch"
-            self._landings[landing.item] = _Progress(landing.buffer)
+        if not self._expect(landings, block_bytes):
+            for landing in landings:
+                assert len(landing.buffer), "nothing to fetch"
+                self._landings[landing.item] = _Progress(landing.buffer)
         items = struct.pack(f"<{len(landings)}I", *(landing.item for landing in landings))
         self.writer.push_message(Grant(items=items), request_id, epoch=epoch)
+
+    def _expect(self, landings: Sequence[Landing], block_bytes: int) -> bool:
+        """Whether the lane takes these."""
+        lane = self._lane
+        if lane is None and block_bytes and PutLane.takes(landings) and not self._landings and self.reader.is_between:
+            length = len(landings[0].buffer)
+            lane = self._lane = PutLane(self._request_id, record_bytes=length, block_bytes=block_bytes)
+        if lane is None or not block_bytes:
+            late = self._leave_lane()
+            assert not late, "a frame that is whole has been told of"
+            return False
+        lane.expect(landings)
+        return True
 
     def share_of(self, landings: list[Landing], request_id: int) -> tuple[list[Landing], list[Landing]]:
         """All of them: they come when the client sends them."""
@@ -150,6 +218,11 @@ class TcpNodeChannel(TcpChannel):
             self._events = None
             self._unfetched_id = self._request_id
         self._arriving = None
+        try:
+            late = self._leave_lane()
+            assert not late, "a frame that is whole has been told of"
+        except KVStoreError:
+            pass  # the stream is defective: the reader says so when it is asked next
         if self._landings:
             self._landings = {}
             self.reader.divert()

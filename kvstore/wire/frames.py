@@ -186,6 +186,11 @@ class FrameReader:
         return max(1, HEADER_BYTES - (self._end - self._start))
 
     @property
+    def is_between(self) -> bool:
+        """Nothing of the next frame has come."""
+        return self._frame is None and self._body is None and self._start == self._end
+
+    @property
     def ends_call(self) -> bool:
         """The payload in progress ends its call: nothing follows it, until the next call is begun."""
         return self._frame is not None and self._frame.is_final

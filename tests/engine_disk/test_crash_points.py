@@ -119,6 +119,8 @@ class Load:
             self.delete(key)
         elif kind < 0.35:
             self.stream(key)
+        elif kind < 0.5:
+            self.parcel()
         else:
             self.put(key)
 
@@ -147,13 +149,24 @@ class Load:
         result = self.rig.begin_put(self.ref, key, payload, block_bytes=BLOCK, durability=durability)
         self.when(result.outcomes, key, payload, durability)
 
+    def parcel(self) -> None:
+        """Records of one shape, put together."""
+        idle = [key for key in KEY_LIST if key not in self.model.busy and not self.rig.location(self.ref, key)]
+        keys = self.rng.sample(idle, min(len(idle), self.rng.randrange(1, 12)))
+        length = self.rng.choice((1, 4096, 20_000, 60_000))
+        payloads = [self.rng.randbytes(length) for _ in keys]
+        begun = self.rig.begin_parcels(self.rig.columns(self.ref, keys, length, block_bytes=BLOCK), payloads)
+        for index, outcomes in begun.items():
+            self.model.begun(keys[index], payloads[index])
+            self.when(outcomes, keys[index], payloads[index], Durability.COMMIT)
+
     def when(self, outcomes: list[Any], key: bytes, payload: bytes, durability: Durability) -> None:
         """Tell the model as soon as the outcome is there: it may be already, or `append` brings it."""
         model = self.model
 
         class Told(list):  # type: ignore[type-arg]
             def append(self, outcome: object) -> None:
-                if isinstance(outcome, Stored):
+                if isinstance(outcome, Stored | bytes):
                     model.stored(key, payload, durability)
                 elif isinstance(outcome, Exists | Refused):
                     model.not_stored(key, payload)

@@ -195,7 +195,15 @@ class RdmaNodeChannel(TcpNodeChannel):
             self._lose_pair(Status.FLUSHED)
             self._send_in_frames(slices, payload, request_id, epoch, on_sent)
 
-    def fetch(self, landings: Sequence[Landing], request_id: int, events: FetchEvents, *, epoch: int = 0) -> None:
+    def fetch(
+        self,
+        landings: Sequence[Landing],
+        request_id: int,
+        events: FetchEvents,
+        *,
+        epoch: int = 0,
+        block_bytes: int = 0,
+    ) -> None:
         """Reads out of the client's memory; or one GRANT for what cannot be read."""
         if request_id != self._places_id:
             super().fetch(landings, request_id, events, epoch=epoch)
