@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from kvstore.errors import Unavailable
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.transport.rdma import backends
-from kvstore.transport.rdma.backends import Backend, open_verbs
+from kvstore.transport.rdma.backends import LIBRARY_VARIABLE, Backend, open_verbs
 
 _WITHOUT = """
 import sys
@@ -47,3 +47,13 @@ def test_the_first_that_loads_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backends._HOMES, Backend.PYVERBS, ("kvstore.testing.fake_verbs", "FakeHardware"))
     monkeypatch.setattr("kvstore.testing.fake_verbs.FakeHardware", lambda: "the second")
     assert open_verbs() == "the second"
+
+
+def test_the_environment_names_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends._HOMES, Backend.PYVERBS, ("kvstore.transport.rdma.no_such_module", "Nothing"))
+    monkeypatch.setenv(LIBRARY_VARIABLE, "pyverbs")
+    with pytest.raises(Unavailable, match="pyverbs: No module named"):
+        open_verbs()
+    monkeypatch.setenv(LIBRARY_VARIABLE, "pigeons")
+    with pytest.raises(InvalidRequest, match="use ibverbs or pyverbs"):
+        open_verbs()

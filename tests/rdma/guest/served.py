@@ -1,4 +1,4 @@
-"""`kvstore serve --transport rdma` on one machine, a client on another: python -m tests.rdma.guest.served ROLE BACKEND
+"""`kvstore serve --transport rdma` on one machine, a client on another: python -m tests.rdma.guest.served ROLE
 
 The client puts and gets, compares every byte, and breaks what can break: a peer in mid-transfer, a key, a region, the
 limit of locked memory, the worker, the wire. It asks the node's side for what only happens there by lines over TCP.
@@ -25,7 +25,7 @@ import numpy as np
 
 from kvstore.limits import KiB, MiB
 from kvstore.testing.serve_process import Ready, ServeProcess
-from kvstore.transport.rdma.backends import LIBRARY_VARIABLE
+from kvstore.transport.rdma.backends import LIBRARY_VARIABLE, Backend
 from kvstore.transport.rdma.regions import HeldMemory
 from kvstore.transport.tcp import listen_tcp
 from kvstore.types.layout import KVLayout
@@ -48,19 +48,24 @@ LOCKED_BYTES: Final = 8 * MiB
 
 
 # --- the node's side ----------------------------------------------------------------------------------------------
-def node(backend: str) -> None:
-    folder = Path("/run/tmp/node")
+def node() -> None:
+    listening = listen_tcp(ADDRESSES[0], CONTROL_PORT)
+    listening.settimeout(WAIT_S)
+    for backend in Backend:
+        serve(backend, listening)
+
+
+def serve(backend: Backend, listening: socket.socket) -> None:
+    """A node, for as long as the client wants it."""
+    folder = Path("/run/tmp") / backend.value
     folder.mkdir()
     addresses = ["--host", ADDRESSES[0], "--insecure", "", "--grpc-port", str(GRPC_PORT), "--data-port", "7401"]
-    memory = ["--cache", "32MiB", "--staging", "48MiB", "--capacity", "64MiB"]
-    listening = listen_tcp(ADDRESSES[0], CONTROL_PORT)
-    listening.setblocking(True)
-    with ServeProcess(
-        folder, "--transport", "rdma", *addresses, *memory, environment={LIBRARY_VARIABLE: backend}
-    ) as it:
+    usual = ["--transport", "rdma", "--cache", "32MiB", "--staging", "48MiB", "--capacity", "64MiB", *addresses]
+    with ServeProcess(folder, *usual, environment={LIBRARY_VARIABLE: backend.value}) as it:
         ready = it.wait_ready(seconds=WAIT_S)
         assert "RDMA: rxe0:1" in it.log, it.log
         connected, _ = listening.accept()
+        connected.settimeout(None)
         with connected, connected.makefile("rw") as lines:
             for line in lines:
                 if line == "quit\n":
@@ -167,24 +172,25 @@ def packets(way: str) -> int:
     return int(Path(f"/sys/class/infiniband/rxe0/ports/1/hw_counters/{way}_pkts").read_text())
 
 
-def client(backend: str) -> None:
-    os.environ[LIBRARY_VARIABLE] = backend
-    bench = Bench()
+def client() -> None:
     memory = np.zeros((COUNT, CHUNK), np.uint8)
-    moved_both_ways(bench, memory, backend)
-    wrong_key(bench)
-    freed_in_child(bench, memory)
-    if backend == "ibverbs":
-        region_gone(bench)
-        killed_reader(bench, memory)
-        short_of_locked_memory(bench)
-        wire_down(bench, memory)
-        killed_worker(bench, memory)
-        perftest(bench)
-    bench.quit()
+    for backend in Backend:
+        os.environ[LIBRARY_VARIABLE] = backend.value
+        bench = Bench()
+        moved_both_ways(bench, memory, backend)
+        wrong_key(bench)
+        freed_in_child(bench, memory)
+        if backend is Backend.IBVERBS:
+            region_gone(bench)
+            killed_reader(bench, memory)
+            short_of_locked_memory(bench)
+            wire_down(bench, memory)
+            killed_worker(bench, memory)
+            perftest(bench)
+        bench.quit()
 
 
-def moved_both_ways(bench: Bench, memory: np.ndarray, backend: str) -> None:
+def moved_both_ways(bench: Bench, memory: np.ndarray, backend: Backend) -> None:
     rates = []
     wire, sent, begin = wire_bytes("tx"), packets("sent"), time.monotonic()
     outcomes = bench.ns.put(bench.keys, list(bench.values))
@@ -205,8 +211,8 @@ def moved_both_ways(bench: Bench, memory: np.ndarray, backend: str) -> None:
     assert after["fallback_bytes"] == 0
     assert after["pairs"] == 2
     print(
-        f"measured: served, {backend}: put {rates[0]:.1f} MB/s, get {rates[1]:.1f} MB/s; wire bytes {put_ratio:.3f} "
-        f"and {get_ratio:.3f} of the payload"
+        f"measured: served, {backend.value}: put {rates[0]:.1f} MB/s, get {rates[1]:.1f} MB/s; "
+        f"wire bytes {put_ratio:.3f} and {get_ratio:.3f} of the payload"
     )
     assert put_ratio <= WIRE_RATIO_MAX
     assert get_ratio <= WIRE_RATIO_MAX
@@ -340,5 +346,5 @@ def perftest(bench: Bench) -> None:
 
 
 if __name__ == "__main__":
-    node(sys.argv[2]) if sys.argv[1] == "node" else client(sys.argv[2])
+    node() if sys.argv[1] == "node" else client()
     print(f"{sys.argv[1]}: all as it should be")
