@@ -75,8 +75,11 @@ class RdmaRegions:
         self._let_go()
 
     def release(self, places: Places, *, has_ended: bool) -> None:
-        """As `settle`: what the node fetches it checks, but memory of the caller's shall not be read after the call."""
-        self.settle(places, (), has_ended=has_ended)
+        """As `settle`, of a request whose places the node only reads from.
+
+        It checks what it fetches, so what it reads too late does no harm, and the pair stays for the other calls.
+        """
+        self._let_go()
 
     def framed(self) -> None:
         """Payload of the call in progress comes in a frame: nothing may be written behind it by the pair."""

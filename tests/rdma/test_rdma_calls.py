@@ -206,3 +206,22 @@ def _head(kind: FrameType, request_id: int) -> bytes:
 
 def _failure() -> VerbsFailure:
     return VerbsFailure("poll_cq", 5, "a completion queue")
+
+
+def test_a_cancel_frees_the_other_calls_of_the_pair_at_once(bench: Bench) -> None:
+    bench.pair()
+    first, second = bench.client, bench.greet()
+    bench.client = second
+    bench.describe()
+    bench.fabric.hold()
+    for client, at in ((first, 0), (second, 512 * KiB)):
+        bench.client = client
+        bench.start_get(Place(1, at, len(VALUE)))
+    second.session.send(FrameType.CANCEL)
+    second.send_raw(_head(FrameType.CANCEL, second.session.request_id))
+    assert first.expect(Lost).status == Status.FLUSHED
+    assert first.end_get() == (b"\0", {0: VALUE})
+    assert second.expect(Lost).status == Status.FLUSHED
+    assert second.expect(End).statuses == b"\x06"
+    second.close()
+    bench.client = first

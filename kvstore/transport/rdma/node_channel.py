@@ -138,14 +138,16 @@ class RdmaNodeChannel(TcpNodeChannel):
         self._aim(places, request_id, count)
 
     def halt(self) -> None:
-        """See `PlaceChannel`. What is being written is stopped by taking down the pair, here and at the client."""
-        given_up = [one for one in self._moving if one.on_sent is not None]
-        if given_up:
-            for one in given_up:
-                self._forget(one)
-            self._lose_pair(Status.FLUSHED)
-            for one in given_up:
-                assert one.on_sent is not None
+        """See `PlaceChannel`. What is being written is stopped by taking down the pair, here and at the client.
+
+        Also when nothing of it is: who gives up a call has closed its end, and other calls would wait for its answers.
+        """
+        given_up = list(self._moving)
+        for one in given_up:
+            self._forget(one)
+        self._lose_pair(Status.FLUSHED)
+        for one in given_up:
+            if one.on_sent is not None:
                 one.on_sent()
 
     def _aim(self, places: Sequence[Place], request_id: int, count: int) -> None:
