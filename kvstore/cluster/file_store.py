@@ -192,7 +192,8 @@ class FileClusterStore:
             "entries": {name: [entry.value, entry.revision] for name, entry in _kept(entries).items()},
         }
         try:
-            replace_file(self._path, json.dumps(content, indent=1, sort_keys=True).encode())
+            # the token of peers is in it
+            replace_file(self._path, json.dumps(content, indent=1, sort_keys=True).encode(), mode=0o600)
         except OSError as error:
             raise Unavailable(f"cluster store {self._path} cannot be written: {error.strerror}") from error
 

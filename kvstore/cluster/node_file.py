@@ -52,18 +52,22 @@ class NodeFile:
             raise Closed(f"node file {self._path} is closed")
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     """Make `path` hold `content`: a reader sees the old file or the new one, also after a power cut.
 
     For one process at a time: what an earlier one left when it was killed is written over. In a container that one had
     the same process id.
+
+    Args:
+        mode: of the new file, within the umask.
 
     Raises:
         OSError: as the file system says; `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # it would keep its mode
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -15,8 +15,8 @@ from typing import Final
 
 from kvstore.engine.identity import DriveContent
 from kvstore.errors import FormatUnsupported, InvalidRequest
+from kvstore.server.drive_owner import DriveOwner
 from kvstore.server.drive_record import DriveVerdict, judge, look, unusable
-from kvstore.server.home import Home
 from kvstore.server.node_record import NodeRecord
 from kvstore.server.places import prepare_data_dirs
 
@@ -54,12 +54,12 @@ class CheckedDrives:
     Attributes:
         paths: drives to open.
         refused: the others, and why.
-        home: whose drives these are.
+        owner: whose drives these are.
     """
 
     paths: frozenset[str]
     refused: tuple[DriveVerdict, ...]
-    home: Home
+    owner: DriveOwner
 
 
 def contents_of(paths: Sequence[str]) -> dict[str, DriveContent | DriveVerdict]:
@@ -71,7 +71,7 @@ def check_drives(
     found: Mapping[str, DriveContent | DriveVerdict],
     bad: Sequence[DriveVerdict],
     record: NodeRecord | None,
-    home: Home,
+    owner: DriveOwner,
 ) -> CheckedDrives:
     """Decide which drives are opened.
 
@@ -85,7 +85,7 @@ def check_drives(
     noted = noted_drives(record)
     places = {disk_id: path for path, disk_id in noted.items()}
     verdicts = [
-        judge(path, one, expected_id=noted.get(_place(path), ""), home=home, places=places)
+        judge(path, one, expected_id=noted.get(_place(path), ""), owner=owner, places=places)
         if isinstance(one, DriveContent)
         else one
         for path, one in found.items()
@@ -99,7 +99,7 @@ def check_drives(
     good = frozenset(verdict.path for verdict in verdicts if verdict.is_good)
     if not good:
         raise FormatUnsupported("\n".join(f"data_dir {verdict.path}: {verdict.detail}" for verdict in refused))
-    return CheckedDrives(paths=good, refused=refused, home=home)
+    return CheckedDrives(paths=good, refused=refused, owner=owner)
 
 
 def noted_drives(record: NodeRecord | None) -> dict[str, str]:

@@ -37,7 +37,7 @@ class DriveVerdict:
 
 
 class Bearing(Protocol):
-    """By which ids a node knows its drives: see `kvstore.server.home.Home`."""
+    """By which ids a node knows its drives: see `kvstore.server.drive_owner.DriveOwner`."""
 
     @property
     def id(self) -> bytes:
@@ -75,13 +75,13 @@ def cluster_of(contents: Sequence[DriveContent]) -> bytes | None:
 
 
 def judge(
-    path: str, content: DriveContent, *, expected_id: str, home: Bearing, places: Mapping[str, str]
+    path: str, content: DriveContent, *, expected_id: str, owner: Bearing, places: Mapping[str, str]
 ) -> DriveVerdict:
     """Whether the drive in a folder is opened.
 
     Args:
         expected_id: the disk that was there at the last start, "" if the folder is new.
-        home: whose drives the node serves.
+        owner: whose drives the node serves.
         places: where each disk was at the last start.
     """
     name = str(data_file(path))
@@ -104,7 +104,7 @@ def judge(
     if superblock is None:
         return DriveVerdict(path=path, disk_id="", state=DriveState.SERVING)
     try:
-        check_cluster(superblock, home.id, path, own_id=home.own_id)
+        check_cluster(superblock, owner.id, path, own_id=owner.own_id)
     except FormatUnsupported as error:
         return DriveVerdict(path=path, disk_id=content.disk_id, state=DriveState.FOREIGN, detail=str(error))
     place = places.get(content.disk_id, "")

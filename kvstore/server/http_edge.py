@@ -112,7 +112,7 @@ def _tenant_numbers(use: TenantReport) -> TenantNumbers:
     return TenantNumbers(
         name=use.name,
         used_bytes=use.used_bytes,
-        quota_bytes=use.quota_bytes,
+        quota_bytes=use.share_bytes or use.quota_bytes,
         refused_records=use.refused_records,
     )
 

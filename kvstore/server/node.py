@@ -23,10 +23,10 @@ from kvstore.server.access import Access
 from kvstore.server.addresses import bound_port, join_address, listen
 from kvstore.server.control import Control
 from kvstore.server.drive_check import CheckedDrives, check_drives, contents_of, note_drives, usable_paths
+from kvstore.server.drive_owner import note_owner, noted_owner, owner_alone
 from kvstore.server.fleet import Fleet
 from kvstore.server.generations import hide_dropped
 from kvstore.server.grpc_edge.service import GrpcServer
-from kvstore.server.home import home_alone, note_home, noted_home
 from kvstore.server.http_edge import HttpEdge
 from kvstore.server.launch import RdmaMode, WorkerLaunch
 from kvstore.server.node_record import open_record
@@ -150,15 +150,15 @@ class Node:
 
     async def _plan(self) -> None:
         found = contents_of(self._usable)
-        noted, has_record = noted_home(self._store), self._store is not None
+        noted, has_record = noted_owner(self._store), self._store is not None
         if self._seat:
-            home = await self._seat.find_home(noted, has_record=has_record)
+            owner = await self._seat.find_owner(noted, has_record=has_record)
         else:
             contents = [content for content in found.values() if isinstance(content, DriveContent)]
-            home = home_alone(noted, contents, has_record=has_record)
-        drives = check_drives(found, self._bad, self._store, home)
+            owner = owner_alone(noted, contents, has_record=has_record)
+        drives = check_drives(found, self._bad, self._store, owner)
         if self._store:
-            note_home(self._store, home)
+            note_owner(self._store, owner)
         self._fleet.refused_drives = drives.refused
         self._workers = [
             WorkerHandle(
@@ -306,8 +306,8 @@ def plan_workers(settings: NodeSettings, node_id: str, drives: CheckedDrives) ->
         replace(
             launch,
             data_dirs=tuple(path for path in launch.data_dirs if path in drives.paths),
-            cluster_id=drives.home.id.hex(),
-            own_id=drives.home.own_id.hex(),
+            cluster_id=drives.owner.id.hex(),
+            own_id=drives.owner.own_id.hex(),
         )
         for launch in divide_workers(settings, node_id)
     ]

@@ -25,8 +25,8 @@ from kvstore.limits import (
     SHARE_TICK_NS,
     STORE_RETRY_NS_MIN,
 )
+from kvstore.server.drive_owner import DriveOwner, NotedOwner, owner_in
 from kvstore.server.fleet import Fleet
-from kvstore.server.home import Home, NotedHome, home_in
 from kvstore.server.quotas import ClusterQuotas
 from kvstore.server.report import NodeWhere
 from kvstore.server.worker_handle import WorkerHandle
@@ -99,7 +99,7 @@ class Seat:
         """Why the cluster store cannot be asked; "" when it can."""
         return self._membership.failure
 
-    async def find_home(self, noted: NotedHome, *, has_record: bool) -> Home:
+    async def find_owner(self, noted: NotedOwner, *, has_record: bool) -> DriveOwner:
         """Whose drives the node serves, as the cluster says; before `run`. The first node draws the cluster's id.
 
         A node that was in the cluster before goes on without the store's answer.
@@ -118,9 +118,9 @@ class Seat:
             if isinstance(error, Denied) and not known:
                 raise
             log.warning("cluster %s was not asked for its id: %s", self._cluster, error or "no answer in time")
-        home = home_in(self._cluster, noted, answer, has_record=has_record)
-        self._membership.serve_drives_of(home.id.hex() if any(home.id) else "")
-        return home
+        owner = owner_in(self._cluster, noted, answer, has_record=has_record)
+        self._membership.serve_drives_of(owner.id.hex() if any(owner.id) else "")
+        return owner
 
     async def _ask_id(self, candidate: str, *, is_patient: bool) -> str:
         is_told = False

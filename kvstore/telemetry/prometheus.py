@@ -43,7 +43,8 @@ class _TenantCollector:
 
     def collect(self) -> Iterator[Metric]:
         used = GaugeMetricFamily("kvstore_tenant_used_bytes", "Padded bytes of a tenant's records", labels=["tenant"])
-        quota = GaugeMetricFamily("kvstore_tenant_quota_bytes", "What it may have; 0 is no quota", labels=["tenant"])
+        may_have = "What it may have here; 0 is no quota"
+        quota = GaugeMetricFamily("kvstore_tenant_quota_bytes", may_have, labels=["tenant"])
         refused = CounterMetricFamily("kvstore_tenant_refused_records", "Puts over the quota", labels=["tenant"])
         for tenant in bounded(self._tenants):
             used.add_metric([tenant.name], tenant.used_bytes)

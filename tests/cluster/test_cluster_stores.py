@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.cluster.charter import PEER_TOKEN_NAME, draw
 from kvstore.cluster.etcd_client import EtcdClient
 from kvstore.cluster.etcd_store import EtcdClusterStore
 from kvstore.cluster.file_store import FileClusterStore
@@ -30,6 +31,13 @@ class TestFileClusterStore(ClusterStoreSuite):
         return FileClusterStore(self.path, clock=time.monotonic_ns)
 
     reopen = open
+
+    def test_its_file_is_for_its_owner_only(self) -> None:
+        async def body(store: ClusterStore) -> None:
+            await draw(store, PEER_TOKEN_NAME, "a secret of the nodes")
+            assert self.path.stat().st_mode & 0o777 == 0o600
+
+        self.run(body)
 
 
 class TestEtcdClusterStore(ClusterStoreSuite):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -177,6 +179,40 @@ def test_a_quota_holds_over_the_nodes_of_a_cluster(tmp_path: Path, shared_etcd: 
             await store.put(document_name(Document.QUOTA, "ours"), json.dumps({"bytes": QUOTA_BYTES // 4}))
             await until(lambda: _is(sum(use.share_bytes for use in used_of(nodes, "ours")) <= QUOTA_BYTES // 4))
             await until(lambda: _is(sum(use.used_bytes for use in used_of(nodes, "ours")) <= QUOTA_BYTES // 4))
+            await store.close()
+
+    asyncio.run(body())
+
+
+def test_shares_outlive_a_worker_and_a_cluster_store_that_is_gone(tmp_path: Path) -> None:
+    async def body() -> None:
+        with ExitStack() as stack:
+            etcd = stack.enter_context(EtcdProcess(tmp_path / "etcd"))
+            nodes = Nodes(tmp_path, stack, etcd, "a", quota=str(QUOTA_BYTES // 2))
+            await until(lambda: _is(any(use.share_bytes for use in used_of(nodes, "ours"))))
+            client = stack.enter_context(nodes.client("a", TOKENS["ours"]))
+            await until(lambda: _is(isinstance(put_chunks(client, 0, 8)[-1], Stored | Exists)))
+            with nodes.control("a") as control:
+                (worker,) = control.report().workers
+            os.kill(worker.pid, signal.SIGKILL)  # the next one is told of the shares before it takes puts
+            await until(lambda: _is(isinstance(put_chunks(client, 8, 8)[-1], Stored | Exists)))
+            for first in range(0, QUOTA_BYTES // CHUNK_BYTES, 64):
+                put_chunks(client, first, 64)
+                (use,) = used_of(nodes, "ours")
+                assert use.used_bytes <= QUOTA_BYTES // 2
+            etcd.kill_all()
+            await until(lambda: _is("fenced" in str(put_chunks(client, 5_000, 8)[-1])))
+            (use,) = used_of(nodes, "ours")
+            assert 0 < use.share_bytes <= QUOTA_BYTES // 2
+            assert QUOTA_BYTES // 4 < use.used_bytes <= QUOTA_BYTES // 2, "what is there stays"
+            etcd.wipe()
+            store = nodes.open_store()
+            await until(lambda: _is(isinstance(put_chunks(client, 6_000, 8)[-1], Stored | Exists)))
+
+            async def is_told_again() -> bool:
+                return any(name.startswith(USES) for name in (await store.load()).entries)
+
+            await until(is_told_again)
             await store.close()
 
     asyncio.run(body())

@@ -9,14 +9,14 @@ import pytest
 
 from kvstore.engine.identity import ContentKind, DriveContent
 from kvstore.server.drive_check import CheckedDrives
+from kvstore.server.drive_owner import DriveOwner
 from kvstore.server.drive_record import judge
-from kvstore.server.home import Home
 from kvstore.server.node import divide_workers, plan_workers
 from kvstore.server.report import DriveState
 from kvstore.settings import NodeSettings, load_node_settings
 from kvstore.testing.serve_process import ServeProcess
 
-NOWHERE = Home(id=bytes(16))
+NOWHERE = DriveOwner(id=bytes(16))
 
 
 def settings(drives: int, hosts: int = 1, **flags: object) -> NodeSettings:
@@ -59,7 +59,9 @@ def test_any_free_port_stays_one() -> None:
 
 
 def test_a_drive_that_is_not_ours_is_given_to_no_worker() -> None:
-    checked = CheckedDrives(paths=frozenset({"/d0"}), refused=(), home=Home(id=b"\xab" * 16, own_id=b"\x11" * 16))
+    checked = CheckedDrives(
+        paths=frozenset({"/d0"}), refused=(), owner=DriveOwner(id=b"\xab" * 16, own_id=b"\x11" * 16)
+    )
     launches = plan_workers(settings(2, workers=2), "node", checked)
     assert [one.data_dirs for one in launches] == [("/d0",)]
     assert (launches[0].cluster_id, launches[0].own_id) == ("ab" * 16, "11" * 16)
@@ -69,11 +71,11 @@ def test_an_empty_place_is_formatted_only_where_no_disk_was() -> None:
     empty, fresh = DriveContent(kind=ContentKind.EMPTY), DriveContent(kind=ContentKind.FRESH)
     expected = {"new": DriveState.SERVING, "known": DriveState.EMPTY}
     found = {
-        name: judge("/d", empty, expected_id=disk_id, home=NOWHERE, places={}).state
+        name: judge("/d", empty, expected_id=disk_id, owner=NOWHERE, places={}).state
         for name, disk_id in (("new", ""), ("known", "d" * 32))
     }
     assert found == expected
-    assert judge("/d", fresh, expected_id="d" * 32, home=NOWHERE, places={}).is_good
+    assert judge("/d", fresh, expected_id="d" * 32, owner=NOWHERE, places={}).is_good
 
 
 def test_two_workers_of_one_address_serve(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ from kvstore.cluster.store_address import parse_store_address
 from kvstore.engine.identity import NO_CLUSTER
 from kvstore.errors import Unavailable
 from kvstore.server.drive_check import note_drives, noted_drives
-from kvstore.server.home import Home, NotedHome, home_alone, home_in, note_home, noted_home
+from kvstore.server.drive_owner import DriveOwner, NotedOwner, note_owner, noted_owner, owner_alone, owner_in
 from kvstore.server.node_record import NodeRecord, open_record
 from kvstore.server.seat import is_out_of_reach
 
 OWN, OURS, THEIRS = "11" * 16, "aa" * 16, "bb" * 16
-NOTHING = NotedHome()
-ALONE = NotedHome(id=OWN, own_id=OWN)
-MEMBER = NotedHome(id=OURS, own_id=OWN, cluster="prod")
+NOTHING = NotedOwner()
+ALONE = NotedOwner(id=OWN, own_id=OWN)
+MEMBER = NotedOwner(id=OURS, own_id=OWN, cluster="prod")
 
 
 def raw(text: str) -> bytes:
@@ -28,41 +28,43 @@ def raw(text: str) -> bytes:
 @pytest.mark.parametrize(
     ("noted", "answer", "expected"),
     [
-        (NOTHING, OURS, Home(id=raw(OURS), cluster="prod")),
-        (ALONE, OURS, Home(id=raw(OURS), own_id=raw(OWN), cluster="prod")),
-        (MEMBER, OURS, Home(id=raw(OURS), own_id=raw(OWN), cluster="prod")),
-        (MEMBER, "", Home(id=raw(OURS), own_id=raw(OWN), cluster="prod")),
-        (MEMBER, THEIRS, Home(id=raw(THEIRS), own_id=raw(OWN), cluster="prod")),
-        (NotedHome(id=THEIRS, cluster="test"), OURS, Home(id=raw(OURS), cluster="prod")),
+        (NOTHING, OURS, DriveOwner(id=raw(OURS), cluster="prod")),
+        (ALONE, OURS, DriveOwner(id=raw(OURS), own_id=raw(OWN), cluster="prod")),
+        (MEMBER, OURS, DriveOwner(id=raw(OURS), own_id=raw(OWN), cluster="prod")),
+        (MEMBER, "", DriveOwner(id=raw(OURS), own_id=raw(OWN), cluster="prod")),
+        (MEMBER, THEIRS, DriveOwner(id=raw(THEIRS), own_id=raw(OWN), cluster="prod")),
+        (NotedOwner(id=THEIRS, cluster="test"), OURS, DriveOwner(id=raw(OURS), cluster="prod")),
     ],
 )
-def test_in_a_cluster_the_store_says_it_and_else_what_was_noted(noted: NotedHome, answer: str, expected: Home) -> None:
-    assert home_in("prod", noted, answer, has_record=True) == expected
+def test_in_a_cluster_the_store_says_it_and_else_what_was_noted(
+    noted: NotedOwner, answer: str, expected: DriveOwner
+) -> None:
+    assert owner_in("prod", noted, answer, has_record=True) == expected
 
 
-@pytest.mark.parametrize("noted", [NOTHING, ALONE, NotedHome(id=THEIRS, cluster="test")])
-def test_who_was_never_in_the_cluster_needs_its_store(noted: NotedHome) -> None:
+@pytest.mark.parametrize("noted", [NOTHING, ALONE, NotedOwner(id=THEIRS, cluster="test")])
+def test_who_was_never_in_the_cluster_needs_its_store(noted: NotedOwner) -> None:
     with pytest.raises(Unavailable, match="never in that cluster"):
-        home_in("prod", noted, "", has_record=True)
+        owner_in("prod", noted, "", has_record=True)
 
 
 def test_where_nothing_can_be_noted_any_drive_is_taken() -> None:
-    assert home_in("prod", NOTHING, "", has_record=False).id == NO_CLUSTER
-    assert home_alone(NOTHING, [], has_record=False).id == NO_CLUSTER
-    assert home_alone(NOTHING, [], has_record=True).id != NO_CLUSTER
+    assert owner_in("prod", NOTHING, "", has_record=False).id == NO_CLUSTER
+    assert owner_alone(NOTHING, [], has_record=False).id == NO_CLUSTER
+    assert owner_alone(NOTHING, [], has_record=True).id != NO_CLUSTER
 
 
 def test_what_is_noted_is_read_again(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     record = open_record([str(tmp_path / "a"), str(tmp_path / "gone")])
     assert record is not None
-    assert noted_home(record) == NOTHING
-    note_home(record, home_alone(ALONE, [], has_record=True))
-    assert noted_home(record) == ALONE
-    note_home(record, Home(id=raw(OURS), own_id=raw(OWN), cluster="prod"))
-    assert noted_home(record) == MEMBER
-    note_home(record, home_alone(MEMBER, [], has_record=True))  # it is started without its cluster once
-    assert noted_home(record) == MEMBER, "what it was in stays known"
+    assert noted_owner(record) == NOTHING
+    note_owner(record, owner_alone(ALONE, [], has_record=True))
+    assert noted_owner(record) == ALONE
+    note_owner(record, DriveOwner(id=raw(OURS), own_id=raw(OWN), cluster="prod"))
+    assert noted_owner(record) == MEMBER
+    note_owner(record, owner_alone(MEMBER, [], has_record=True))  # it is started without its cluster once
+    assert noted_owner(record) == MEMBER, "what it was in stays known"
 
 
 def test_a_place_that_the_node_has_no_more_is_forgotten_and_a_missing_disk_is_not(tmp_path: Path) -> None:

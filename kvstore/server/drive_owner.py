@@ -24,7 +24,7 @@ _OWN_KEY: Final = "cluster/own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
+class DriveOwner:
     """What the drives of a node bear.
 
     Attributes:
@@ -39,7 +39,7 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NotedHome:
+class NotedOwner:
     """What an earlier life noted, in hex; "" for nothing. An `id` without `cluster` was drawn by the node itself."""
 
     id: str = ""
@@ -51,31 +51,31 @@ class NotedHome:
         return self.id if self.cluster == cluster else ""
 
 
-def noted_home(record: NodeRecord | None) -> NotedHome:
+def noted_owner(record: NodeRecord | None) -> NotedOwner:
     """What is noted; nothing without a record."""
     if record is None:
-        return NotedHome()
+        return NotedOwner()
     kept, own, cluster = (record.get(key) or "" for key in (_ID_KEY, _OWN_KEY, _NAME_KEY))
-    return NotedHome(id=kept, own_id=own if cluster else kept, cluster=cluster)
+    return NotedOwner(id=kept, own_id=own if cluster else kept, cluster=cluster)
 
 
-def note_home(record: NodeRecord, home: Home) -> None:
+def note_owner(record: NodeRecord, owner: DriveOwner) -> None:
     """Note it. Raises Unavailable."""
-    if home.cluster:
+    if owner.cluster:
         # before the id: an id without a name would be taken for one of the node's own
-        record.put(_OWN_KEY, home.own_id.hex() if any(home.own_id) else "")
-        record.put(_NAME_KEY, home.cluster)
-    record.put(_ID_KEY, home.id.hex())
+        record.put(_OWN_KEY, owner.own_id.hex() if any(owner.own_id) else "")
+        record.put(_NAME_KEY, owner.cluster)
+    record.put(_ID_KEY, owner.id.hex())
 
 
-def home_alone(noted: NotedHome, contents: Sequence[DriveContent], *, has_record: bool) -> Home:
+def owner_alone(noted: NotedOwner, contents: Sequence[DriveContent], *, has_record: bool) -> DriveOwner:
     """Of a node on its own: what is noted, else what its drives say, else a new id; where nothing is noted, any."""
     if noted.id:
-        return Home(id=bytes.fromhex(noted.id))
-    return Home(id=cluster_of(contents) or (os.urandom(UUID_BYTES) if has_record else NO_CLUSTER))
+        return DriveOwner(id=bytes.fromhex(noted.id))
+    return DriveOwner(id=cluster_of(contents) or (os.urandom(UUID_BYTES) if has_record else NO_CLUSTER))
 
 
-def home_in(cluster: str, noted: NotedHome, cluster_id: str, *, has_record: bool) -> Home:
+def owner_in(cluster: str, noted: NotedOwner, cluster_id: str, *, has_record: bool) -> DriveOwner:
     """Of a node in a cluster.
 
     Args:
@@ -87,9 +87,9 @@ def home_in(cluster: str, noted: NotedHome, cluster_id: str, *, has_record: bool
     own_id = bytes.fromhex(noted.own_id) if noted.own_id else NO_CLUSTER
     known = cluster_id or noted.id_in(cluster)
     if known:
-        return Home(id=bytes.fromhex(known), own_id=own_id, cluster=cluster)
+        return DriveOwner(id=bytes.fromhex(known), own_id=own_id, cluster=cluster)
     if not has_record:
-        return Home(id=NO_CLUSTER)  # raw devices alone: nothing could be noted, and reads can be served
+        return DriveOwner(id=NO_CLUSTER)  # raw devices alone: nothing could be noted, and reads can be served
     raise Unavailable(
         f"the cluster store of {cluster!r} does not answer, and this node was never in that cluster: it has to say "
         "whose the drives are; start the node again once the store can be reached"
