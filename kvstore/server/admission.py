@@ -36,6 +36,9 @@ SCOPE_OF: Final[Mapping[FrameType, Scope]] = {
 """What a verb needs. OFFER, OFFER_FROM and WRITER_OPEN need WRITE too, and answer for each of their items."""
 
 
+PEERS_ONLY: Final = frozenset({FrameType.HEADS, FrameType.FORGET})
+"""Verbs that nodes speak among themselves: no tenant's token is good for them, whatever its scopes."""
+
 PEER_SCOPES: Final = Scope.READ | Scope.WRITE
 """What a node of the same cluster may do; nothing that concerns the node as such."""
 
@@ -99,19 +102,20 @@ def guarded(
     grant: Grant,
     on_denied: Callable[[], None],
 ) -> Mapping[FrameType, Callable[[_Connection, _Frame], None]]:
-    """The handlers, with those of verbs that need a scope that is not granted replaced by a Denied."""
+    """The handlers, with those of verbs that are not granted replaced by a Denied."""
 
     def refuser(kind: FrameType) -> Callable[[_Connection, _Frame], None]:
         def refuse(_connection: _Connection, _frame: _Frame) -> None:
             on_denied()
             grant.require(SCOPE_OF[kind], kind.name)
+            raise Denied(f"{kind.name} is for nodes of this cluster only; a tenant deletes with DELETE and DROP")
 
         return refuse
 
-    return {
-        kind: handler if SCOPE_OF.get(kind, Scope(0)) in grant.scopes else refuser(kind)
-        for kind, handler in handlers.items()
-    }
+    def is_granted(kind: FrameType) -> bool:
+        return SCOPE_OF.get(kind, Scope(0)) in grant.scopes and (grant.is_peer or kind not in PEERS_ONLY)
+
+    return {kind: handler if is_granted(kind) else refuser(kind) for kind, handler in handlers.items()}
 
 
 def own_client_id(client_id: bytes, grant: Grant | None) -> bytes:

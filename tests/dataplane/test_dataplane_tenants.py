@@ -45,6 +45,7 @@ from kvstore.wire.messages import (
     WriterOpen,
     WriterOpened,
 )
+from kvstore.wire.replicas import Forget, Heads, HeadsReply
 from kvstore.wire.schema import Message
 from kvstore.wire.shared import Place, encode_places, get_into
 from kvstore.wire.slices import NO_CONTENT_ID, Slice
@@ -385,6 +386,20 @@ def test_a_peer_token_that_is_replaced_closes_what_was_opened_with_it(node: Guar
     with pytest.raises(Denied):
         node.client(PEER)
     assert node.client(b"another secret of the nodes").get(THEIRS.digest, [KEY])[1] == {0: VALUE}
+
+
+def test_what_nodes_speak_among_themselves_is_denied_to_every_tenant(node: Guarded) -> None:
+    node.admission.tell_peer_token(PEER)
+    heads = Heads(namespace=OURS.digest, keys=KEY)
+    forget = Forget(manifest=OURS.manifest(), generation=1, keys=b"", ages_ns=b"")
+    client = node.client(b"ours, all of it")
+    for message in (heads, forget):
+        with pytest.raises(Denied, match="nodes of this cluster only"):
+            client.call(message, End)
+    assert node.denied(DeniedKind.SCOPE) == 2
+    peer = node.client(PEER)
+    assert peer.call(heads, HeadsReply).statuses == ABSENT, "this plane has no copier"
+    assert peer.call(forget, End) == End()
 
 
 def test_one_tenant_cannot_use_up_the_table_of_namespaces(node: Guarded) -> None:
