@@ -368,8 +368,11 @@ class Engine(Protocol):
 
     def namespace(self, digest: bytes) -> NamespaceRef | None: ...
 
-    def add_namespace(self, manifest: bytes) -> NamespaceRef:
+    def add_namespace(self, manifest: bytes, *, copies: int = 0) -> NamespaceRef:
         """Register (idempotent), logged durably in the background.
+
+        Args:
+            copies: that its records are to have in a cluster, from now on; 0 says nothing.
 
         Raises InvalidRequest when malformed or over NAMESPACES_MAX.
         """

@@ -261,9 +261,9 @@ class DriveEngine:
         """See `api.Engine.namespace`."""
         return self._namespaces.by_digest(digest)
 
-    def add_namespace(self, manifest: bytes) -> NamespaceRef:
+    def add_namespace(self, manifest: bytes, *, copies: int = 0) -> NamespaceRef:
         """See `api.Engine.add_namespace`."""
-        return self._ledger.add_namespace(manifest)
+        return self._ledger.add_namespace(manifest, copies=copies)
 
     def drop_namespace(self, ref: NamespaceRef, on_done: Callable[[], None]) -> None:
         """See `api.Engine`. If the log cannot be written `on_done` never comes: nobody knows what a restart finds."""

@@ -67,22 +67,10 @@ class HeadReader:
     def _one(self, ref: NamespaceRef, key: bytes, location: int) -> Steps[Head | MissReason]:
         if not location:
             return MissReason.ABSENT
-        segment = location_segment(location)
-        generation = int(self._table.generation[segment])
-        self._table.hold(segment)
-        try:
-            header = yield from self._header(segment, location_page(location), location_pages(location))
-        finally:
-            self._table.release(segment)
+        header = yield from self.at(location)
         if header is None:
             return MissReason.IO
-        is_it = (header.key, header.namespace, header.namespace_generation, header.segment_generation) == (
-            key,
-            ref.digest,
-            ref.generation,
-            generation,
-        )
-        if not is_it:
+        if (header.key, header.namespace, header.namespace_generation) != (key, ref.digest, ref.generation):
             return MissReason.ABSENT
         return Head(
             payload_bytes=header.payload_bytes,
@@ -93,6 +81,17 @@ class HeadReader:
             parent=header.parent,
             content_id=header.content_id,
         )
+
+    def at(self, location: int) -> Steps[RecordHeader | None]:
+        """The header of the record that lies there now; None if it cannot be read, or is another one's."""
+        segment = location_segment(location)
+        generation = int(self._table.generation[segment])
+        self._table.hold(segment)
+        try:
+            header = yield from self._header(segment, location_page(location), location_pages(location))
+        finally:
+            self._table.release(segment)
+        return header if header is not None and header.segment_generation == generation else None
 
     def _header(self, segment: int, page: int, page_count: int) -> Steps[RecordHeader | None]:
         """The header there; None if it cannot be read."""

@@ -8,7 +8,7 @@ looking at its records.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from kvstore.engine.allocator import Allocator
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.catalog import Catalog
 from kvstore.engine.format import ENTRY_BYTES, ENTRY_DTYPE, Entries, distinct, entry_spaces
+from kvstore.engine.graves import Graves
 from kvstore.engine.index import NOT_INSERTED
 from kvstore.engine.location import (
     I64,
@@ -42,6 +43,9 @@ from kvstore.engine.usage import TenantUse, Usage
 from kvstore.limits import PAGE_BYTES
 from kvstore.types.results import MissReason
 
+NOWHERE: Final = 0xFFFF_FFFF
+"""Segment of a tombstone whose record was not on the drive."""
+
 
 class RecordWatcher(Protocol):
     """Who must know when valid records move or end: the cache."""
@@ -60,6 +64,7 @@ class Ledger:
         tick: the present access tick, set by the engine.
         index_full: a record found no room in the index since this was last cleared.
         usage: what each tenant has, counted with the live pages.
+        graves: deletes that are remembered for other nodes.
         tombstone_bytes: log bytes that checkpoints carry for records that died in segments still in use.
     """
 
@@ -71,6 +76,7 @@ class Ledger:
         allocator: Allocator,
         namespaces: NamespaceTable,
         watcher: RecordWatcher,
+        graves: Graves,
     ) -> None:
         self.catalog = catalog
         self.table = table
@@ -81,6 +87,7 @@ class Ledger:
         self.index_full = False
         self.usage = Usage()
         self.tombstone_bytes = 0
+        self.graves = graves
         self._tombstones: dict[int, list[bytes]] = {}
         self._log: Log | None = None
 
@@ -201,7 +208,8 @@ class Ledger:
             return
         locations = self.catalog.delete(keys, self.tick)
         statuses = np.where(locations != 0, 0, MissReason.ABSENT).astype(np.uint8)
-        gone = np.flatnonzero(locations)
+        # where deletes are remembered those of records that are not here are, too: others may have them
+        gone = np.arange(len(keys)) if self.graves.enabled else np.flatnonzero(locations)
         if not len(gone):
             on_done(statuses.tobytes())
             return
@@ -215,7 +223,7 @@ class Ledger:
             if left == 0:
                 on_done(statuses.tobytes())
 
-        self._bury(ref, keys[gone], locations[gone], Reason.DELETE, logged)
+        self._bury(ref, keys[gone], locations[gone], Reason.DELETE, logged, is_told=True)
 
     def quarantine(self, ref: NamespaceRef, keys: U64, locations: U64) -> int:
         """Records turned out bad: forget those that still lie there. Answers how many did."""
@@ -245,25 +253,43 @@ class Ledger:
         locations: U64,
         reason: Reason,
         on_done: Callable[[OSError | None], None],
+        *,
+        is_told: bool = False,
     ) -> None:
+        """Tombstones for records, or, where the location is 0, for what is not here but may be elsewhere.
+
+        Args:
+            is_told: Others are to be told, if there are any.
+        """
         space = namespace_key(ref.id, ref.generation)
         generation, page = self.allocator.watermark()
         evicting = self.table.in_state(SegmentState.EVICTING, SegmentState.BAD).tolist()
         records = []
+        is_remembered = self.graves.enabled and is_told
         for key, location in zip(np.ascontiguousarray(keys, dtype="<u8"), locations.tolist(), strict=True):
-            segment = location_segment(location)
-            self._count(segment, space, -location_pages(location), -1)
+            segment = location_segment(location) if location else NOWHERE
             record = encode_tombstone(
-                Tombstone(key=key.tobytes(), generation=generation, page=page, segment=segment, reason=reason)
+                Tombstone(
+                    key=key.tobytes(),
+                    generation=generation,
+                    page=page,
+                    segment=segment,
+                    reason=reason,
+                    namespace=ref.id if is_remembered else 0,
+                )
             )
-            # A victim may hold an older copy, which must stay dead if the program ends before the victim is freed.
-            for holder in {segment, *evicting}:
-                self._tombstones.setdefault(holder, []).append(record)
-                self.tombstone_bytes += len(record)
+            if location:
+                self._count(segment, space, -location_pages(location), -1)
+                # A victim may hold an older copy, which must stay dead if the program ends before the victim is freed.
+                for holder in {segment, *evicting}:
+                    self._tombstones.setdefault(holder, []).append(record)
+                    self.tombstone_bytes += len(record)
+            if is_remembered:
+                self.graves.dig(key.tobytes(), ref.id, self.tick, record)
             records.append(record)
         for record in records:
             self.log.append(record, on_done, sync=True)
-        self.watcher.removed(keys, locations)
+        self.watcher.removed(keys[locations != 0], locations[locations != 0])
 
     def keep_tombstone(self, segment: int, record: bytes) -> None:
         """Recovery: a tombstone that is needed while this segment is in use."""
@@ -327,8 +353,11 @@ class Ledger:
         self.table.live[segment] = {}
 
     # --- namespaces -------------------------------------------------------------------------------------------------
-    def add_namespace(self, manifest: bytes) -> NamespaceRef:
+    def add_namespace(self, manifest: bytes, *, copies: int = 0) -> NamespaceRef:
         """Register, and log it in the background: commits of its records stand behind it in the log.
+
+        Args:
+            copies: that its records are to have, from now on; 0 says nothing.
 
         Raises:
             InvalidRequest: as `NamespaceTable.add`.
@@ -337,6 +366,8 @@ class Ledger:
         if is_new:
             for record in encode_namespace(ref.id, ref.generation, manifest):
                 self.log.append(record, _nobody_waits, sync=True)
+        if copies and self.namespaces.set_copies(ref, copies):
+            self.log.append(encode_drop(ref.id, ref.generation, copies=copies), _nobody_waits, sync=True)
         return ref
 
     def drop_namespace(
@@ -369,6 +400,8 @@ class Ledger:
                 if record not in written:
                     written.add(record)
                     yield record
+        self.graves.expire(self.tick)
+        yield from (record for record in self.graves.log_records() if record not in written)
         for target in (*self.allocator.unsealed, *self.allocator.closing, self.allocator.open):
             if target is not None:
                 for entry in target.entry_bytes():

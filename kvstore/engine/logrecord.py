@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
 from kvstore.engine.format import ENTRY_BYTES, INDEX_KEY_BYTES
-from kvstore.limits import MANIFEST_BYTES_MAX, PAGE_BYTES, PUT_PARCEL_RECORDS_MAX
+from kvstore.limits import COPIES_MAX, MANIFEST_BYTES_MAX, PAGE_BYTES, PUT_PARCEL_RECORDS_MAX
 from kvstore.types.checksum import crc32c
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def decode_block(page: Buffer, disk_id: bytes) -> BlockHeader | None:
 _HEAD = struct.Struct("<BBH")
 _COMMIT = struct.Struct("<BBHIQ48s")
 _COMMIT_HEAD = struct.Struct("<BBHIQ")
-_TOMBSTONE = struct.Struct("<BBHIQQ16s")
+_TOMBSTONE = struct.Struct("<BBHIQII16s")
 _NAMESPACE = struct.Struct("<BBHIIIII")
 _DROP = struct.Struct("<BBHII4x")
 COMMIT_BYTES: Final = _COMMIT.size
@@ -135,6 +135,7 @@ class Tombstone:
         key: the salted index key, INDEX_KEY_BYTES.
         generation, page: the last place, inclusive.
         segment: where the copy lay that the index knew. The tombstone is needed until that segment is freed.
+        namespace: id of the record's namespace, of a delete that is remembered for others (graves.py); else 0.
     """
 
     key: bytes
@@ -142,6 +143,7 @@ class Tombstone:
     page: int
     segment: int
     reason: Reason
+    namespace: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,10 +160,14 @@ class NamespacePiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
-    """A namespace was dropped: only records of `generation` or later live."""
+    """A namespace was dropped: only records of `generation` or later live.
+
+    With `copies` (not 0) it says how many copies its records are to have, and names the generation that there is.
+    """
 
     id: int
     generation: int
+    copies: int = 0
 
 
 LogRecord = Commit | Tombstone | NamespacePiece | Drop
@@ -189,6 +195,7 @@ def encode_tombstone(tombstone: Tombstone) -> bytes:
         tombstone.segment,
         tombstone.generation,
         tombstone.page,
+        tombstone.namespace,
         tombstone.key,
     )
 
@@ -207,9 +214,9 @@ def encode_namespace(id: int, generation: int, manifest: bytes) -> list[bytes]:
     return records
 
 
-def encode_drop(id: int, generation: int) -> bytes:
+def encode_drop(id: int, generation: int, *, copies: int = 0) -> bytes:
     """A drop record."""
-    return _DROP.pack(RecordKind.DROP, 0, _DROP.size, id, generation)
+    return _DROP.pack(RecordKind.DROP, copies, _DROP.size, id, generation)
 
 
 def records_in(page: Buffer, header: BlockHeader) -> Iterator[LogRecord]:
@@ -233,14 +240,14 @@ def _decode(kind: int, body: memoryview) -> LogRecord | None:
         _, _, _, segment, generation, entry = _COMMIT.unpack(body)
         return Commit(segment=segment, generation=generation, entry=entry)
     if kind == RecordKind.TOMBSTONE and len(body) == TOMBSTONE_BYTES:
-        _, reason, _, segment, generation, page, key = _TOMBSTONE.unpack(body)
+        _, reason, _, segment, generation, page, namespace, key = _TOMBSTONE.unpack(body)
         known = Reason(reason) if reason in (Reason.DELETE, Reason.QUARANTINE) else Reason.DELETE
-        return Tombstone(key=key, generation=generation, page=page, segment=segment, reason=known)
+        return Tombstone(key=key, generation=generation, page=page, segment=segment, reason=known, namespace=namespace)
     if kind == RecordKind.NAMESPACE and len(body) >= _NAMESPACE.size:
         return _decode_namespace(body)
     if kind == RecordKind.DROP and len(body) == _DROP.size:
-        _, _, _, id, generation = _DROP.unpack(body)
-        return Drop(id=id, generation=generation)
+        _, copies, _, id, generation = _DROP.unpack(body)
+        return Drop(id=id, generation=generation, copies=min(copies, COPIES_MAX))
     return None
 
 

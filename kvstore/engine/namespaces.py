@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.location import U64
-from kvstore.engine.logrecord import Drop, NamespacePiece, encode_namespace
+from kvstore.engine.logrecord import Drop, NamespacePiece, encode_drop, encode_namespace
 from kvstore.errors import FormatUnsupported, InvalidRequest
 from kvstore.limits import NAMESPACES_MAX
 from kvstore.types.checksum import crc32c
@@ -48,10 +48,11 @@ def index_keys(ref: NamespaceRef, keys: bytes | memoryview) -> U64:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownNamespace:
-    """A namespace of this drive with its manifest."""
+    """A namespace of this drive with its manifest. `copies`: how many its records are to have, 0 where nobody said."""
 
     ref: NamespaceRef
     manifest: bytes
+    copies: int = 0
 
 
 class NamespaceTable:
@@ -92,6 +93,19 @@ class NamespaceTable:
         """The manifest of a namespace."""
         known = self._by_digest.get(namespace_digest)
         return known.manifest if known is not None else None
+
+    def copies(self, namespace_digest: bytes) -> int:
+        """How many copies a namespace's records are to have; 0 where nobody said, or it is not known."""
+        known = self._by_digest.get(namespace_digest)
+        return known.copies if known is not None else 0
+
+    def set_copies(self, ref: NamespaceRef, copies: int) -> bool:
+        """Records of a namespace are to have so many copies. Says whether that is new, and must be logged."""
+        known = self._by_id[ref.id]
+        if known.copies == copies:
+            return False
+        self._by_digest[ref.digest] = self._by_id[ref.id] = replace(known, copies=copies)
+        return True
 
     def is_current(self, ref: NamespaceRef) -> bool:
         """Whether a reference is of the present generation: not dropped since it was given out."""
@@ -157,7 +171,7 @@ class NamespaceTable:
             salt=generation_salt(old.digest, generation),
             tenant=old.tenant,
         )
-        fresh = KnownNamespace(ref=ref, manifest=known.manifest)
+        fresh = replace(known, ref=ref)
         self._by_digest[ref.digest] = fresh
         self._by_id[ref.id] = fresh
         return ref
@@ -167,16 +181,21 @@ class NamespaceTable:
         """Everything, as log records for a checkpoint."""
         for known in self._by_digest.values():
             yield from encode_namespace(known.ref.id, known.ref.generation, known.manifest)
+            if known.copies:
+                yield encode_drop(known.ref.id, known.ref.generation, copies=known.copies)
 
     def restore(self, pieces: Iterable[NamespacePiece], drops: Iterable[Drop]) -> int:
         """Take over what a scan of the log found; answers how many manifests were incomplete or damaged."""
         found: dict[int, dict[int, NamespacePiece]] = {}
         generations: dict[int, int] = {}
+        copies: dict[int, int] = {}
         for piece in pieces:
             found.setdefault(piece.id, {})[piece.offset] = piece
             generations[piece.id] = max(generations.get(piece.id, 1), piece.generation)
         for drop in drops:
             generations[drop.id] = max(generations.get(drop.id, 1), drop.generation)
+            if drop.copies:
+                copies[drop.id] = drop.copies
         bad = 0
         for id, parts in sorted(found.items()):
             decoded = _join(parts)
@@ -188,7 +207,7 @@ class NamespaceTable:
             if older is not None:
                 del self._by_id[older.ref.id]
                 self._manifest_bytes -= len(older.manifest)
-            self._insert(id, generations[id], *decoded)
+            self.set_copies(self._insert(id, generations[id], *decoded), copies.get(id, 0))
         self.next_id = max([self.next_id, *(id + 1 for id in generations)])
         return bad
 

@@ -17,10 +17,12 @@ from kvstore.engine.arena import Arena
 from kvstore.engine.blocking import BlockingIo
 from kvstore.engine.catalog import Catalog
 from kvstore.engine.format import SegmentHeader, Superblock, encode_segment_header
+from kvstore.engine.graves import Graves
 from kvstore.engine.heads import HeadReader
 from kvstore.engine.job import Syncer, start
 from kvstore.engine.ledger import Ledger, RecordWatcher, entry_locations
 from kvstore.engine.log import Log
+from kvstore.engine.logrecord import encode_tombstone
 from kvstore.engine.namespaces import NamespaceTable
 from kvstore.engine.policy import WriteBudget
 from kvstore.engine.reclaim import Reclaimer
@@ -29,6 +31,7 @@ from kvstore.engine.scrub import Scrubber
 from kvstore.engine.seal import Sealer
 from kvstore.engine.segment import OpenSegment, SegmentState, SegmentTable
 from kvstore.engine.trim import Trimmer
+from kvstore.engine.walk import Walker
 from kvstore.engine.writer import MemorySide, Writer
 from kvstore.limits import (
     EVICT_AHEAD_BYTES,
@@ -102,7 +105,7 @@ class Store:
 
     Attributes:
         superblock, table, allocator, namespaces, ledger, log, appender, writer, reclaimer,
-            scrubber, heads: its parts.
+            scrubber, heads, walker: its parts.
         recovered: what the start found.
     """
 
@@ -152,6 +155,7 @@ class Store:
             allocator=self.allocator,
             namespaces=self.namespaces,
             watcher=memory,
+            graves=Graves(log_half_bytes=superblock.log_half_bytes),
         )
         self.log = Log(
             queue,
@@ -198,6 +202,9 @@ class Store:
             queue=queue, table=self.table, ledger=self.ledger, metrics=metrics, bytes_second=scrub_bytes_second
         )
         self.heads = HeadReader(queue=queue, table=self.table, catalog=catalog)
+        self.walker = Walker(
+            queue=queue, table=self.table, ledger=self.ledger, allocator=self.allocator, heads=self.heads
+        )
         self._ahead_pages = min(int(self.table.segment_pages * EVICT_AHEAD_SHARE), EVICT_AHEAD_BYTES // PAGE_BYTES)
         self._next_sweep_ns = 0
         self._revive_ns = 0
@@ -220,6 +227,11 @@ class Store:
         ticks = valid.entries["access"].astype(np.uint32)
         self.ledger.catalog.index.reserve(len(valid.entries))
         taken = self.ledger.load(valid.entries, locations, ticks)
+        last_tick = int(ticks.max()) if len(ticks) else 0
+        for tombstone in scan.tombstones:
+            if tombstone.namespace:
+                record = encode_tombstone(tombstone)
+                self.ledger.graves.dig(tombstone.key, tombstone.namespace, last_tick, record)
         for segment, record in valid.needed:
             self.ledger.keep_tombstone(segment, record)
         self._reopen(found, scan)
@@ -236,7 +248,7 @@ class Store:
             buried=valid.buried,
             twins=valid.twins,
             not_indexed=int((~taken).sum()),
-            tick_max=int(ticks.max()) if len(ticks) else 0,
+            tick_max=last_tick,
             took_ns=time.monotonic_ns() - began_ns,
         )
         self.metrics.recovery_ns = report.took_ns

@@ -1,16 +1,61 @@
-"""What other nodes tell of a namespace while this one was away: a drop, and deletes that are known by half a key."""
+"""What nodes tell each other of a namespace: that it was dropped, and deletes, which are known by half a key."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.engine import DriveEngine
-from kvstore.engine.namespaces import SALT_BYTES
-from kvstore.limits import DIGEST_BYTES
+from kvstore.engine.namespaces import SALT_BYTES, index_key
+from kvstore.limits import ACCESS_TICK_NS, DIGEST_BYTES, REPAIR_WINDOW_NS
 
 _REST: Final = bytes(DIGEST_BYTES - SALT_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What one drive has to tell of a namespace.
+
+    Attributes:
+        prefixes: the first 16 bytes of the keys of records that were deleted.
+        ages_ns: how long ago each was.
+    """
+
+    digest: bytes
+    manifest: bytes
+    generation: int
+    prefixes: Sequence[bytes]
+    ages_ns: Sequence[int]
+
+
+def news_of(engine: DriveEngine) -> list[News]:
+    """What somebody who was away should hear: namespaces that were dropped ever, and deletes."""
+    graves, tick = engine.store.ledger.graves, engine.store.ledger.tick
+    buried = graves.namespaces()
+    news = []
+    for known in list(engine.store.namespaces):
+        ref = known.ref
+        if ref.generation == 1 and ref.id not in buried:
+            continue
+        found = graves.of(ref.id, tick) if ref.id in buried else []
+        news.append(
+            News(
+                digest=ref.digest,
+                manifest=known.manifest,
+                generation=ref.generation,
+                prefixes=[index_key(ref, key16 + _REST) for key16, _ in found],
+                ages_ns=[age_ns for _, age_ns in found],
+            )
+        )
+    return news
+
+
+def was_deleted(engine: DriveEngine, digest: bytes, key: bytes) -> bool:
+    """Whether a record was deleted here within the repair window."""
+    ref = engine.namespace(digest)
+    return ref is not None and index_key(ref, key) in engine.store.ledger.graves
 
 
 def raise_generation(engine: DriveEngine, ref: NamespaceRef, generation: int, on_done: Callable[[], None]) -> None:
@@ -24,7 +69,19 @@ def raise_generation(engine: DriveEngine, ref: NamespaceRef, generation: int, on
 
 
 def delete_by_prefix(
-    engine: DriveEngine, ref: NamespaceRef, prefixes: Sequence[bytes], on_done: Callable[[], None]
+    engine: DriveEngine,
+    ref: NamespaceRef,
+    prefixes: Sequence[bytes],
+    ages_ns: Sequence[int],
+    on_done: Callable[[], None],
 ) -> None:
-    """Delete the records whose keys begin with these 16 bytes, which is all of a key that the index knows."""
-    engine.delete(ref, b"".join([prefix + _REST for prefix in prefixes]), lambda _: on_done())
+    """Delete the records whose keys begin with these 16 bytes, which is all of a key that the index knows.
+
+    What was deleted longer ago than the repair window is passed over.
+    """
+    recent = [(prefix, age_ns) for prefix, age_ns in zip(prefixes, ages_ns, strict=True) if age_ns < REPAIR_WINDOW_NS]
+    keys = [prefix + _REST for prefix, _ in recent]
+    engine.delete(ref, b"".join(keys), lambda _: on_done())
+    ledger = engine.store.ledger
+    for key, (_, age_ns) in zip(keys, recent, strict=True):
+        ledger.graves.date(index_key(ref, key), ledger.tick - age_ns // ACCESS_TICK_NS)

@@ -12,7 +12,7 @@ from kvstore.cluster.view import READ_STATES, Target, TargetId, View
 from kvstore.engine.api import Engine, NamespaceRef
 from kvstore.engine.engine import DriveEngine
 from kvstore.engine.heads import Head
-from kvstore.engine.told import delete_by_prefix, raise_generation
+from kvstore.engine.told import delete_by_prefix, raise_generation, was_deleted
 from kvstore.errors import KVStoreError
 from kvstore.limits import DIGEST_BYTES, PULL_BURST_BYTES, PULL_SOURCES_MAX
 from kvstore.server.loop import Loop
@@ -20,6 +20,9 @@ from kvstore.server.peer import Greeting, PeerCall
 from kvstore.server.peers import Peers
 from kvstore.server.puller import Fetch
 from kvstore.server.repair import ByteBudget, PullQueue
+from kvstore.server.spread_plan import returned
+from kvstore.server.spreader import Spreader
+from kvstore.server.teller import Teller
 from kvstore.telemetry.logs import RepeatLogger
 from kvstore.telemetry.metrics import DataplaneMetrics, PullEnd
 from kvstore.types.results import MissReason, RefusedReason
@@ -45,12 +48,14 @@ class PlaneSide(Protocol):
 
     Attributes:
         now_ns: the time of this turn.
+        peer_token: what this node shows to others.
     """
 
     loop: Loop
     metrics: DataplaneMetrics
     faults: RepeatLogger
     now_ns: int
+    peer_token: bytes
 
     def wake_engine(self) -> None:
         """The engine has work, though none of its descriptors says so."""
@@ -63,6 +68,7 @@ class HeadsFound:
     heads: Sequence[Head | MissReason]
     generation: int
     manifest: bytes
+    copies: int = 0
 
 
 class Copier:
@@ -92,8 +98,12 @@ class Copier:
         self.view = View(epoch=0, node_id="", targets=())
         self.due_ns = _NEVER_NS
         self._budget = ByteBudget(bytes_second=bytes_second, burst_bytes=PULL_BURST_BYTES, now_ns=plane.now_ns)
-        self._peers = Peers(plane.loop, greeting=Greeting(client_id=client_id), clock=lambda: plane.now_ns)
+        self._peers = Peers(plane.loop, greeting=self._greeting, clock=lambda: plane.now_ns)
         self._fetches: dict[TargetId, Fetch] = {}
+        self._teller = Teller(self, [drive.engine for drive in drives])
+        self.spreader = Spreader(self, drives)
+        for drive in drives:
+            drive.engine.store.ledger.graves.enabled = True
 
     # --- the loop ---------------------------------------------------------------------------------------------------
     @property
@@ -103,12 +113,16 @@ class Copier:
 
     def set_view(self, view: View) -> None:
         """The cluster has changed."""
-        self.view = view
+        before, self.view = self.view, view
+        self._teller.tell(returned(before, view, self._own), view)
+        self.spreader.set_view(view)
         self._due_now()
 
     def poll(self, now_ns: int) -> None:
         """Go on with what may go on."""
         self._peers.expire(now_ns)
+        self._teller.poll(now_ns)
+        self.spreader.poll(now_ns)
         if self._budget.ready(now_ns):
             for fetch in [fetch for fetch in self._fetches.values() if fetch.waits]:
                 if self._budget.ready(now_ns):
@@ -119,11 +133,11 @@ class Copier:
         self.due_ns = self._next_ns(now_ns)
 
     def _next_ns(self, now_ns: int) -> int:
-        times = [self._peers.next_timer_ns()]
+        times = [self._peers.next_timer_ns(), self._teller.due_ns, self.spreader.due_ns]
         waits = any(fetch.waits for fetch in self._fetches.values())
         queue_ns = None
         if len(self._fetches) < PULL_SOURCES_MAX:
-            queue_ns = self.queue.next_ns(now_ns, busy=self._fetches)
+            queue_ns = self.queue.next_ns(now_ns, busy=self._busy())
         if waits or queue_ns is not None:
             ready_ns = self._budget.ready_at_ns(now_ns)
             if ready_ns is not None:
@@ -141,7 +155,7 @@ class Copier:
 
     # --- fetching ---------------------------------------------------------------------------------------------------
     def _start_fetch(self, now_ns: int) -> bool:
-        batch = self.queue.next_batch(now_ns, busy=self._fetches)
+        batch = self.queue.next_batch(now_ns, busy=self._busy())
         if batch is None:
             return False
         source = self._readable(batch.source)
@@ -153,6 +167,13 @@ class Copier:
         self._fetches[batch.source] = fetch
         fetch.start()
         return True
+
+    def _busy(self) -> set[TargetId]:
+        """Sources that nothing is asked of now."""
+        return self._teller.untold | self._fetches.keys()
+
+    def _greeting(self) -> Greeting:
+        return Greeting(client_id=self._client_id, token=self._plane.peer_token)
 
     def _fetch_ended(self, fetch: Fetch, again: Sequence[bytes], error: KVStoreError | None) -> None:
         source = fetch.batch.source
@@ -170,6 +191,11 @@ class Copier:
         """A target of the view that answers reads."""
         target = self.view.target(target_id)
         return target if target is not None and target.state in READ_STATES else None
+
+    @property
+    def metrics(self) -> DataplaneMetrics:
+        """The worker's numbers."""
+        return self._plane.metrics
 
     # --- puller.Home ------------------------------------------------------------------------------------------------
     def wake(self) -> None:
@@ -193,11 +219,11 @@ class Copier:
 
     def was_deleted(self, namespace: NamespaceRef, key: bytes) -> bool:
         """See `Home.was_deleted`."""
-        return False
+        return any(was_deleted(drive.engine, namespace.digest, key) for drive in self._drives)
 
     def namespace_of(self, reply: HeadsReply, namespace: bytes, then: Callable[[NamespaceRef | None], None]) -> None:
         """See `Home.namespace_of`. Raises InvalidRequest when it cannot be registered here."""
-        self.engine.add_namespace(reply.manifest)
+        self.engine.add_namespace(reply.manifest, copies=reply.copies)
         own = self._generation(namespace)
         if reply.generation < own:
             then(None)
@@ -237,12 +263,13 @@ class Copier:
         answers: list[list[Head | MissReason]] = []
         manifest = known[0][0].store.namespaces.manifest(digest) if known else None
         generation = self._generation(digest)
+        copies = known[0][0].store.namespaces.copies(digest) if known else 0
 
         def answered(found: list[Head | MissReason]) -> None:
             answers.append(found)
             if len(answers) == len(known):
                 best = [min(of_one, key=_is_missing) for of_one in zip(*answers, strict=True)]
-                on_done(HeadsFound(heads=best, generation=generation, manifest=manifest or b""))
+                on_done(HeadsFound(heads=best, generation=generation, manifest=manifest or b"", copies=copies))
 
         for engine, ref in known:
             engine.store.heads.read(ref, keys, answered)
@@ -263,7 +290,7 @@ class Copier:
             ages_ns: how long ago each was deleted.
             on_done: called once all of it is on the drives.
         """
-        self.raise_generations(digest, generation, partial(self._delete, digest, prefixes, on_done))
+        self.raise_generations(digest, generation, partial(self._delete, digest, prefixes, ages_ns, on_done))
 
     def raise_generations(self, digest: bytes, generation: int, on_done: Callable[[], None]) -> None:
         """Drop what any drive has of an older generation of a namespace than this one."""
@@ -274,7 +301,9 @@ class Copier:
             raise_generation(drive.engine, ref, generation, ended)
         self._plane.wake_engine()
 
-    def _delete(self, digest: bytes, prefixes: Sequence[bytes], on_done: Callable[[], None]) -> None:
+    def _delete(
+        self, digest: bytes, prefixes: Sequence[bytes], ages_ns: Sequence[int], on_done: Callable[[], None]
+    ) -> None:
         if not prefixes:
             on_done()
             return
@@ -282,7 +311,7 @@ class Copier:
         for drive in self._drives:
             ref = drive.engine.namespace(digest)
             assert ref is not None, "a namespace is added to every drive"
-            delete_by_prefix(drive.engine, ref, prefixes, ended)
+            delete_by_prefix(drive.engine, ref, prefixes, ages_ns, ended)
         self._plane.wake_engine()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstore.engine.api import Engine
 from kvstore.engine.heads import Head
@@ -13,6 +14,8 @@ from kvstore.server.call import Answer, Call, shielded
 from kvstore.server.copier import Copier, HeadsFound
 from kvstore.telemetry.metrics import Verb
 from kvstore.types.results import MissReason, RefusedReason
+from kvstore.wire.frames import Frame
+from kvstore.wire.header import FrameType
 from kvstore.wire.messages import ID_BYTES, End
 from kvstore.wire.replicas import KEY_PREFIX_BYTES, Forget, Heads, HeadsReply, Pull
 
@@ -28,6 +31,57 @@ _NOTHING: Final = Head(
     parent=bytes(DIGEST_BYTES),
     content_id=bytes(ID_BYTES),
 )
+
+
+class CopyPlane(Protocol):
+    """What the verbs need of the data plane: see `DataPlane`."""
+
+    copier: Copier | None
+    is_draining: bool
+    fenced_from_ns: int
+    now_ns: int
+
+    def wake_engine(self) -> None:
+        """The engine has work."""
+
+
+class CopyVerbs:
+    """The handlers of these verbs."""
+
+    def __init__(
+        self, plane: CopyPlane, *, serving: Callable[[Connection], Engine], check_fence: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            serving: The engine as a connection may see it. Raises Unavailable.
+            check_fence: Raises Unavailable on a fenced node.
+        """
+        self._plane = plane
+        self._serving = serving
+        self._check_fence = check_fence
+
+    def handlers(self) -> Mapping[FrameType, Callable[[Connection, Frame], None]]:
+        """What carries out each verb."""
+        return {FrameType.PULL: self._pull, FrameType.HEADS: self._heads, FrameType.FORGET: self._forget}
+
+    def _pull(self, connection: Connection, frame: Frame) -> None:
+        plane = self._plane
+        refusal = RefusedReason.DRAINING if plane.is_draining else None
+        if plane.now_ns >= plane.fenced_from_ns:
+            refusal = RefusedReason.FENCED
+        pull(connection, frame.body, self._serving(connection), plane.copier, refusal=refusal, now_ns=plane.now_ns)
+        plane.wake_engine()
+
+    def _heads(self, connection: Connection, frame: Frame) -> None:
+        plane = self._plane
+        heads(connection, frame.body, self._serving(connection), plane.copier, now_ns=plane.now_ns)
+        plane.wake_engine()
+
+    def _forget(self, connection: Connection, frame: Frame) -> None:
+        plane = self._plane
+        self._check_fence()
+        forget(connection, frame.body, self._serving(connection), plane.copier, now_ns=plane.now_ns)
+        plane.wake_engine()
 
 
 def pull(
@@ -115,7 +169,7 @@ def reply_of(found: HeadsFound) -> HeadsReply:
     return HeadsReply(
         statuses=bytes(0 if isinstance(one, Head) else one for one in found.heads),
         generation=found.generation,
-        copies=0,
+        copies=found.copies,
         manifest=found.manifest,
         lengths=pack_u32([row.payload_bytes for row in rows]),
         block_bytes=pack_u32([row.block_bytes for row in rows]),

@@ -172,9 +172,7 @@ class DataPlane:
             FrameType.REGION_DROP: self._region_drop,
             FrameType.GET_INTO: self._get_into,
             FrameType.OFFER_FROM: self._offer_from,
-            FrameType.PULL: self._pull,
-            FrameType.HEADS: self._heads,
-            FrameType.FORGET: self._forget,
+            **copy_calls.CopyVerbs(self, serving=self._serving, check_fence=self._check_fence).handlers(),
             **rdma_calls.HANDLERS,
         }
 
@@ -484,22 +482,6 @@ class DataPlane:
             refusal=self._put_refusal(connection),
             now_ns=self.now_ns,
         )
-        self._engine_is_due = True
-
-    def _pull(self, connection: Connection, frame: Frame) -> None:
-        is_closed = self.is_draining or self.now_ns >= self.fenced_from_ns
-        refusal = RefusedReason.DRAINING if is_closed else None
-        engine = self._serving(connection)
-        copy_calls.pull(connection, frame.body, engine, self.copier, refusal=refusal, now_ns=self.now_ns)
-        self._timer_is_stale = True
-
-    def _heads(self, connection: Connection, frame: Frame) -> None:
-        copy_calls.heads(connection, frame.body, self._serving(connection), self.copier, now_ns=self.now_ns)
-        self._engine_is_due = True
-
-    def _forget(self, connection: Connection, frame: Frame) -> None:
-        self._check_fence()
-        copy_calls.forget(connection, frame.body, self._serving(connection), self.copier, now_ns=self.now_ns)
         self._engine_is_due = True
 
     def _writer_open(self, connection: Connection, frame: Frame) -> None:

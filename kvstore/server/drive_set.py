@@ -97,7 +97,7 @@ class DriveSet:
         self._last_pin = 0
         for engine in self._engines:
             for known in list(engine.store.namespaces):
-                self.add_namespace(known.manifest)
+                self.add_namespace(known.manifest, copies=known.copies)
         for known in list(self._engines[0].store.namespaces):
             self._hide_dropped(known.ref.digest)
 
@@ -106,9 +106,9 @@ class DriveSet:
         """See `Engine.namespace`; the first drive's reference stands for all."""
         return self._engines[0].namespace(digest)
 
-    def add_namespace(self, manifest: bytes) -> NamespaceRef:
+    def add_namespace(self, manifest: bytes, *, copies: int = 0) -> NamespaceRef:
         """See `Engine.add_namespace`."""
-        refs = [engine.add_namespace(manifest) for engine in self._engines]
+        refs = [engine.add_namespace(manifest, copies=copies) for engine in self._engines]
         return refs[0]
 
     def drop_namespace(self, ref: NamespaceRef, on_done: Callable[[], None]) -> None:

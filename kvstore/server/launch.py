@@ -18,6 +18,7 @@ Verbs of ADMIN, arguments -> value (msgpack maps); ERROR where it fails:
                 "keys": [{"status": int (0 or a MissReason), "text": one sentence, "ago_ns": int}, ...]}
     scrub       {"bytes_second": int} -> {"started": bool}
     drain       {"resume": bool} -> {"draining": bool}
+    handover    {} -> {"done": bool, "handed_on": int, "left_behind": int}: of a draining member of a cluster
     hold_writes  {"for_ns": int} -> {}: take puts and deletes for so long; the next one counts from its receipt
     peer_token_set  {"token": bytes} -> {}: by which nodes of the cluster know each other; empty is none
     uses        {} -> {"targets": [{"id": text, "tenants": {name: bytes}}, ...]}: padded bytes on each drive

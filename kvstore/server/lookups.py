@@ -80,7 +80,8 @@ def unpin(connection: Connection, body: bytes | bytearray, engine: Engine) -> No
 def manifest(connection: Connection, body: bytes | bytearray, engine: Engine) -> None:
     """MANIFEST. Raises InvalidRequest when the engine does not take it."""
     connection.metrics.calls[Verb.OTHER] += 1
-    engine.add_namespace(Manifest.decode(body).manifest)
+    request = Manifest.decode(body)
+    engine.add_namespace(request.manifest, copies=request.copies)
     connection.answer(End())
 
 

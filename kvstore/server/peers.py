@@ -34,14 +34,14 @@ class Peers:
     """One connection to each worker that is asked something, at most PEERS_MAX.
 
     Args:
-        greeting: Who we are.
+        greeting: Who we are, asked for each connection: the token may change.
         clock: The time of this turn of the loop.
     """
 
-    def __init__(self, loop: Loop, *, greeting: Greeting, clock: Callable[[], int]) -> None:
+    def __init__(self, loop: Loop, *, greeting: Callable[[], Greeting], clock: Callable[[], int]) -> None:
         self._loop = loop
         self._clock = clock
-        self.greeting = greeting
+        self._greeting = greeting
         self._peers: dict[tuple[str, ...], Peer] = {}
         self._rails: dict[tuple[str, ...], int] = {}  # which address of a worker is tried, where the first failed
         self._names = Names(loop, self._looked_up)
@@ -104,7 +104,7 @@ class Peers:
                 self._loop,
                 family,
                 address,
-                greeting=self.greeting,
+                greeting=self._greeting(),
                 boot_id=boot_id_of(target),
                 on_closed=lambda closed, error: self._closed(target.data, closed, error),
                 clock=self._clock,

@@ -83,7 +83,7 @@ class TenantEngine:
         self._on_foreign()
         return None
 
-    def add_namespace(self, manifest: bytes) -> NamespaceRef:
+    def add_namespace(self, manifest: bytes, *, copies: int = 0) -> NamespaceRef:
         """See `Engine.add_namespace`. Raises Denied for a manifest that names another tenant."""
         try:
             named = Manifest.decode(manifest).tenant
@@ -100,4 +100,4 @@ class TenantEngine:
                 f"tenant {self.tenant!r} has {NAMESPACES_PER_TENANT_MAX} namespaces here, the limit of one tenant; use "
                 "fewer distinct salts, adapters or layouts"
             )
-        return self._add_namespace(manifest)
+        return self._add_namespace(manifest, copies=copies)

@@ -31,7 +31,7 @@ from kvstore.server.launch import RdmaMode, WorkerLaunch
 from kvstore.server.loop import Loop
 from kvstore.server.rdma import RdmaWish, start_rdma
 from kvstore.server.tenants import TenantBook
-from kvstore.server.worker_verbs import Moved, Started, WorkerVerbs
+from kvstore.server.worker_verbs import Handover, Moved, Started, WorkerVerbs
 from kvstore.telemetry.logs import LogFormat, LogLevel, configure
 from kvstore.telemetry.metrics import DataplaneMetrics, RdmaMetrics
 from kvstore.transport import exchange
@@ -100,6 +100,14 @@ class Worker:
                 drive.engine.resume()
             else:
                 drive.engine.drain()
+
+    def handover(self) -> Handover:
+        """See `WorkerControl.handover`."""
+        copier = self._plane.copier
+        if copier is None or not self._plane.is_draining:
+            return Handover(done=True)
+        spreader = copier.spreader
+        return Handover(done=spreader.is_done, handed_on=spreader.handed_on, left_behind=spreader.left_behind)
 
     def hold_writes(self, *, for_ns: int) -> None:
         """Take puts and deletes for so long, then refuse them until told again: the node's lease has so long to go."""

@@ -43,6 +43,21 @@ class Moved:
     lookup_hits: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handover:
+    """How far a draining worker has handed on what it holds.
+
+    Attributes:
+        done: there is nothing (more) to hand on.
+        handed_on: records that others have been seen to hold.
+        left_behind: records that nobody took.
+    """
+
+    done: bool
+    handed_on: int = 0
+    left_behind: int = 0
+
+
 class WorkerControl(Protocol):
     """What the verbs ask of the worker."""
 
@@ -56,6 +71,9 @@ class WorkerControl(Protocol):
 
     def drain(self, *, resume: bool) -> None:
         """Refuse puts, or take them again."""
+
+    def handover(self) -> Handover:
+        """How far a draining worker has handed on what it holds."""
 
     def hold_writes(self, *, for_ns: int) -> None:
         """Take puts and deletes for so long."""
@@ -119,6 +137,7 @@ class WorkerVerbs:
             "explain": self._explain,
             "scrub": self._scrub,
             "drain": self._drain,
+            "handover": self._handover,
             "hold_writes": self._hold_writes,
             "count_lookup": self._count_lookup,
             "view_set": self._view_set,
@@ -250,6 +269,10 @@ class WorkerVerbs:
     def _drain(self, arguments: Arguments) -> Plain:
         self._control.drain(resume=arguments.get("resume") is True)
         return {"draining": self._control.is_draining}
+
+    def _handover(self, _: Arguments) -> Plain:
+        handover = self._control.handover()
+        return {"done": handover.done, "handed_on": handover.handed_on, "left_behind": handover.left_behind}
 
     def _hold_writes(self, arguments: Arguments) -> Plain:
         self._control.hold_writes(for_ns=_number(arguments, "for_ns", LEASE_TTL_NS_MAX))

@@ -120,7 +120,7 @@ class DictEngine:
         """See `Engine.namespace`."""
         return self._namespaces.get(digest)
 
-    def add_namespace(self, manifest: bytes) -> NamespaceRef:
+    def add_namespace(self, manifest: bytes, *, copies: int = 0) -> NamespaceRef:
         """The digest is BLAKE3 of the manifest, as for real ones; any non-empty manifest will do."""
         if not manifest:
             raise InvalidRequest("manifest is empty")

@@ -139,7 +139,7 @@ def test_a_node_that_takes_nothing_new_pulls_nothing(node: Node, client: LabClie
     assert client.call(pull, End).statuses == bytes([RefusedReason.DRAINING])
     node.lab.plane.is_draining = False
     node.lab.plane.fenced_from_ns = 0
-    assert client.call(pull, End).statuses == bytes([RefusedReason.DRAINING])
+    assert client.call(pull, End).statuses == bytes([RefusedReason.FENCED])
 
 
 def test_a_node_on_its_own_has_nobody_to_get_anything_from(node: Node, client: LabClient) -> None:

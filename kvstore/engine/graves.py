@@ -1,0 +1,95 @@
+"""Deletes that are remembered after nothing of their record is left here: others may still have a copy.
+
+In a cluster a record that was deleted while one of its holders was away comes back with it, unless those that saw the
+delete still know of it: they copy nothing that they have a grave for, and tell who returns. A grave is the tombstone
+that the log has anyhow, kept for longer (FORMAT.md, section 5), so it survives a restart; when it was dug does not, and
+a restart begins its time anew: kept longer, never shorter.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.engine.logrecord import TOMBSTONE_BYTES
+from kvstore.limits import ACCESS_TICK_NS, GRAVES_MAX, LOG_SHARE_GRAVES, REPAIR_WINDOW_NS
+
+_WINDOW_TICKS: Final = REPAIR_WINDOW_NS // ACCESS_TICK_NS
+
+
+@dataclass(slots=True)
+class Grave:
+    """One delete.
+
+    Attributes:
+        namespace: id on this drive.
+        tick: when it was; see `Graves`.
+        record: its tombstone, as logged.
+    """
+
+    namespace: int
+    tick: int
+    record: bytes
+
+
+class Graves:
+    """The deletes of one drive that are remembered, by index key. Times are access ticks.
+
+    Attributes:
+        enabled: deletes are remembered; off for a node on its own, which has nobody to tell.
+        lost: graves given up before their time because there were too many.
+    """
+
+    def __init__(self, *, log_half_bytes: int) -> None:
+        self._count_max = min(GRAVES_MAX, int(log_half_bytes * LOG_SHARE_GRAVES) // TOMBSTONE_BYTES)
+        self._graves: OrderedDict[bytes, Grave] = OrderedDict()
+        self.enabled = False
+        self.lost = 0
+
+    def __len__(self) -> int:
+        return len(self._graves)
+
+    def __contains__(self, key16: bytes) -> bool:
+        return key16 in self._graves
+
+    def dig(self, key16: bytes, namespace: int, tick: int, record: bytes) -> None:
+        """A record was deleted. Of a key that was deleted before the newer delete counts."""
+        self._graves.pop(key16, None)
+        self._graves[key16] = Grave(namespace, tick, record)
+        self.expire(tick)
+        while len(self._graves) > self._count_max:
+            self._graves.popitem(last=False)
+            self.lost += 1
+
+    def date(self, key16: bytes, tick: int) -> None:
+        """The delete was longer ago than when it was heard of."""
+        grave = self._graves.get(key16)
+        if grave is not None:
+            grave.tick = min(grave.tick, tick)
+
+    def expire(self, tick: int) -> None:
+        """Forget what is older than the window."""
+        while self._graves:
+            oldest = next(iter(self._graves))
+            if self._graves[oldest].tick + _WINDOW_TICKS > tick:
+                return
+            del self._graves[oldest]
+
+    def of(self, namespace: int, tick: int) -> list[tuple[bytes, int]]:
+        """Index keys of a namespace's graves, and how long ago each was dug, in ns."""
+        return [
+            (key16, max(tick - grave.tick, 0) * ACCESS_TICK_NS)
+            for key16, grave in self._graves.items()
+            if grave.namespace == namespace and grave.tick + _WINDOW_TICKS > tick
+        ]
+
+    def namespaces(self) -> set[int]:
+        """Ids of the namespaces that have any."""
+        return {grave.namespace for grave in self._graves.values()}
+
+    def log_records(self) -> Iterator[bytes]:
+        """Everything, as log records for a checkpoint."""
+        for grave in self._graves.values():
+            yield grave.record
