@@ -318,6 +318,12 @@ BREAKER_PROBE_NS: Final = (
 )  # for the HELLO of a target that was silent; a live one answers within a millisecond
 PLACE_SILENCE_NS: Final = 1 * SECOND_NS  # a place that says nothing for so long is given up for the next one
 COPY_SILENCE_NS: Final = 2 * SECOND_NS  # a place that answers nothing to the offer of a copy: the put has the others
+ADDRESS_REST_NS: Final = 2 * SECOND_NS  # one of several ways to a target that failed: the others carry on meanwhile
+PULL_PAUSE_NS: Final = 100 * MS_NS  # between two hints of one client process that a target lacks what another one has
+PULL_NS_MAX: Final = 50 * MS_NS  # for such a hint, at the end of a read
+PULL_KEYS_PER_HINT_MAX: Final = 256
+VIEW_ASK_NS_MIN: Final = 100 * MS_NS  # for one of several nodes that may know the view, before the next is asked
+VIEW_OLDER_NS: Final = 30 * SECOND_NS  # after so long of older answers only, the cluster has begun anew
 PLANS_PER_CALL_MAX: Final = 2  # a call is planned once more when the view has changed under it
 VIEW_RETRY_NS: Final = 200 * MS_NS  # between two tries to learn where a target is that does not answer
 UNPIN_NS_MAX: Final = 500 * MS_NS  # a pin that cannot be given back in this time runs out by itself

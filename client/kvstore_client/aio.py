@@ -21,7 +21,7 @@ from kvstore_client.copies import StoreRequest
 from kvstore_client.core import ClientCore
 from kvstore_client.match import MatchView
 from kvstore_client.namespace_handle import NamespaceKeys
-from kvstore_client.options import DURABILITIES, WAITS, ClientOptions, choice, deadline_after, pin_ttl_ns
+from kvstore_client.options import DURABILITIES, WAITS, ClientOptions, choice, deadline_after, group_of, pin_ttl_ns
 from kvstore_client.outcomes import count_stores
 from kvstore_client.planner import Keys, as_chain
 from kvstore_client.process import ProcessState
@@ -137,6 +137,7 @@ class AsyncNamespace(NamespaceKeys):
         shards: int | Sequence[int] | None = None,
         need: Sequence[str] = (),
         pin_ttl: float | None = None,
+        group: bytes = b"",
         deadline: float | None = None,
     ) -> AsyncMatchCall:
         """`async with ns.match(keys) as m: ...`, or `m = await ns.match(keys)` and `await m.release()`."""
@@ -148,6 +149,7 @@ class AsyncNamespace(NamespaceKeys):
             shards=shards,
             need=need,
             copies=self._copies,
+            group=group_of(group),
             pin_ttl_ns=pin_ttl_ns(pin_ttl),
             deadline_ns=self._deadline_ns(deadline),
         )

@@ -206,6 +206,6 @@ def _jobs(
             )
             job.is_first_word = bool(manifest.copies) and core.link(batch.target).is_news(items.namespace.digest)
             if copies is not None and max(copies.values()) > 1:
-                job.heard_by_ns = min(deadline_ns, time.monotonic_ns() + COPY_SILENCE_NS)
+                job.patience_ns = COPY_SILENCE_NS
             jobs.append(job)
     return jobs

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 
 from kvstore.cluster.view import TargetId, View
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.limits import TARGETS_MAX, VIEW_RETRY_NS
+from kvstore.limits import PULL_PAUSE_NS, TARGETS_MAX, VIEW_OLDER_NS, VIEW_RETRY_NS
 from kvstore_client.address import split_address
 from kvstore_client.options import ClientOptions
 from kvstore_client.rdma import RdmaPorts, RdmaWay
@@ -53,7 +54,9 @@ class ClientCore:
         self.newest_epoch = 0
         self._asked_epoch = -1
         self._asked_ns = -VIEW_RETRY_NS
+        self._older_since_ns = 0
         self._is_doubted = False
+        self._pulled_ns = -PULL_PAUSE_NS
         self._links: dict[TargetId, TargetLink] = {}
         self._routes: tuple[WorkerRoute, ...] = ()
 
@@ -76,10 +79,20 @@ class ClientCore:
         """A target did not answer: it may have moved."""
         self._is_doubted = True
 
-    def view_sources(self) -> list[TargetId]:
-        """Pseudo targets to ask for the view, best first."""
-        known = [address for route in self._routes for address in route.addresses]
-        return [_ASK + address for address in dict.fromkeys((*self.addresses, *known))]
+    def view_sources(self, now_ns: int) -> list[TargetId]:
+        """Whom to ask for the view, best first: targets that serve, in any order, then the addresses that were given.
+
+        Those that did not answer lately come last. Targets are asked on the connections that calls use.
+        """
+        named = [route.id for route in self._routes if route.is_readable]
+        random.shuffle(named)  # many clients of one view ask at the same time
+        found = [*named, *(_ASK + address for address in self.addresses)]
+        found += [_ASK + address for route in self._routes if not route.is_readable for address in route.addresses]
+        return sorted(dict.fromkeys(found), key=lambda source: self._is_broken(source, now_ns))
+
+    def _is_broken(self, source: TargetId, now_ns: int) -> bool:
+        link = self._links.get(source)
+        return link is not None and link.breaker.reopens_in_ns(now_ns) > 0
 
     def link(self, target: TargetId) -> TargetLink:
         """The link of a target in the view, or of a view source. Raises Unavailable when the view has lost it."""
@@ -105,21 +118,38 @@ class ClientCore:
             return f"no node answers at {where}"
         return f"node {self.view.node_id} at {where} is recovering: it serves no drive yet; try again later"
 
+    def may_hint(self, now_ns: int) -> bool:
+        """Whether a target may be told now what it lacks; not more often than each PULL_PAUSE_NS."""
+        if now_ns - self._pulled_ns < PULL_PAUSE_NS:
+            return False
+        self._pulled_ns = now_ns
+        return True
+
     def saw_epoch(self, epoch: int) -> None:
         """A node named its view's epoch."""
         if epoch > self.newest_epoch:
             self.newest_epoch = epoch
 
-    def adopt(self, view: View, *, source: TargetId) -> None:
-        """Takes a view that `source` gave, unless that node has given a newer one."""
-        self._asked_epoch = max(self.newest_epoch, view.epoch)
+    def adopt(self, view: View, *, source: TargetId, now_ns: int) -> bool:
+        """Takes a view that `source` gave, unless it is older than the known one.
+
+        A node alone may be another one than before, and begin anew. A cluster's view is the same on every node, and one
+        that lags behind is not believed, unless all that has been heard for VIEW_OLDER_NS was older: then its store
+        was lost, and the cluster has begun anew.
+
+        Returns:
+            Whether it is as new as any that was heard of. If not, another node may know more.
+        """
+        if self._is_older(view, now_ns):
+            return False
+        self._older_since_ns = 0
+        is_newest = view.epoch >= self.newest_epoch or not view.cluster
+        self._asked_epoch = max(self.newest_epoch, view.epoch) if is_newest else self._asked_epoch
         self._is_doubted = False
-        if self.view is not None and view.epoch < self.view.epoch and view.node_id == self.view.node_id:
-            return
-        host, _ = split_address(source.removeprefix(_ASK))
+        host, _ = split_address(self.link(source).addresses[0])
         routes = routes_of(view, asked_host=host)
         if view == self.view and routes == self._routes:
-            return
+            return is_newest
         for route in routes:
             link = self._links.get(route.id) or self._add_link(route.id, route.addresses)
             link.move(route.addresses, route.node_id)
@@ -128,6 +158,22 @@ class ClientCore:
         self.placement = placement_of(view, routes)
         self.view = view
         self._forget_gone()
+        return is_newest
+
+    def has_asked_all(self) -> None:
+        """Nobody who could be asked knows the newest view that was heard of: go on with this one for now."""
+        self._asked_epoch = self.newest_epoch
+
+    def _is_older(self, view: View, now_ns: int) -> bool:
+        known = self.view
+        if known is None or view.epoch >= known.epoch or (view.cluster, view.node_id) != (known.cluster, known.node_id):
+            return False
+        if view.cluster:
+            self._older_since_ns = self._older_since_ns or now_ns
+            if now_ns - self._older_since_ns >= VIEW_OLDER_NS:
+                self.newest_epoch = view.epoch
+                return False
+        return True
 
     def _forget_gone(self) -> None:
         """Lets go of targets that are in the view no more.

@@ -19,7 +19,7 @@ from kvstore_client.copies import StoreRequest
 from kvstore_client.lane import Lanes
 from kvstore_client.loads import Begun
 from kvstore_client.match import Match
-from kvstore_client.options import DURABILITIES, WAITS, choice, deadline_after, pin_ttl_ns
+from kvstore_client.options import DURABILITIES, WAITS, choice, deadline_after, group_of, pin_ttl_ns
 from kvstore_client.pins import PinHold
 from kvstore_client.planner import Keys, all_record_keys, as_chain
 from kvstore_client.ranges import Ranges
@@ -131,6 +131,7 @@ class BoundNamespace(NamespaceKeys):
         shards: int | Sequence[int] | None = None,
         need: Sequence[str] = (),
         pin_ttl: float | None = None,
+        group: bytes = b"",
         deadline: float | None = None,
     ) -> Match:
         """The longest usable prefix of `keys`, held against eviction until the match ends.
@@ -140,6 +141,8 @@ class BoundNamespace(NamespaceKeys):
             shards: The shards that this worker will read; the answer is the least over them. None is all.
             need: Names of the parts that the worker cannot do without; dense ones are always included.
             pin_ttl: Seconds that the pin lives at most; 0 takes none. None is 30 s.
+            group: 16 bytes that name a request whose ranks look up the same keys: every node tells all of them what it
+                told the first. b"" asks alone.
             deadline: Seconds from now.
 
         Returns:
@@ -155,6 +158,7 @@ class BoundNamespace(NamespaceKeys):
                 shards=shards,
                 need=need,
                 copies=self._copies,
+                group=group_of(group),
                 pin_ttl_ns=ttl_ns,
                 deadline_ns=self._deadline_ns(deadline),
             )

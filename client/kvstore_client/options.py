@@ -12,6 +12,7 @@ from kvstore.limits import (
     CALL_DEADLINE_NS_DEFAULT,
     CONNECTION_IDLE_NS_MAX,
     CONNECTIONS_PER_WORKER_DEFAULT,
+    GROUP_BYTES,
     PIN_TTL_NS_DEFAULT,
     PIN_TTL_NS_MAX,
     REQUEST_NS_MAX,
@@ -111,6 +112,13 @@ def pin_ttl_ns(seconds: float | None) -> int:
     if not is_number(seconds) or not 0 <= seconds * SECOND_NS <= PIN_TTL_NS_MAX:
         raise InvalidRequest(f"pin_ttl is {seconds!r:.80} s; use 0 to {PIN_TTL_NS_MAX / SECOND_NS:g} s")
     return int(seconds * SECOND_NS)
+
+
+def group_of(group: bytes) -> bytes:
+    """The name of a group of ranks. Raises InvalidRequest when it is not 16 bytes, or none."""
+    if not isinstance(group, bytes) or len(group) not in (0, GROUP_BYTES):
+        raise InvalidRequest(f"group is {group!r:.80}; pass {GROUP_BYTES} bytes, the same in every rank, or none")
+    return group
 
 
 def choice(name: str, value: str, known: dict[str, int]) -> int:

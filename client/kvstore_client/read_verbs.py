@@ -133,6 +133,7 @@ def match(
     shards: int | Sequence[int] | None,
     need: Sequence[str],
     copies: int | None = None,
+    group: bytes = b"",
     pin_ttl_ns: int,
     deadline_ns: int,
 ) -> Verb[MatchAnswer]:
@@ -145,7 +146,7 @@ def match(
     asked_ns = time.monotonic_ns()
 
     def ask(blob: bytes, _: int) -> Message:
-        return Match(namespace=namespace.digest, keys=blob, pin_ttl_ns=pin_ttl_ns)
+        return Match(namespace=namespace.digest, keys=blob, pin_ttl_ns=pin_ttl_ns, group=group)
 
     lookup = _Lookup(namespace=namespace, chain=chain, sections=sections, copies=copies, deadline_ns=deadline_ns)
     plan, jobs, statuses = yield from _ask_all(core, lookup, ask, MatchReply)
@@ -284,7 +285,7 @@ def _ask_all(
     ]
     if not isinstance(placement, str) and not is_patient:
         for job in jobs:
-            job.heard_by_ns = min(lookup.deadline_ns, time.monotonic_ns() + PLACE_SILENCE_NS)
+            job.patience_ns = PLACE_SILENCE_NS
     if jobs:
         yield from attempt(core, jobs)
     answers: list[bytes | None] = []

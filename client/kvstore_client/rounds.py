@@ -20,7 +20,14 @@ from kvstore.errors import (
     StaleView,
     Unavailable,
 )
-from kvstore.limits import BREAKER_PROBE_NS, BREAKER_SILENCE_NS, CONNECT_NS_MAX, RETRIES_PER_CALL_MAX
+from kvstore.limits import (
+    BREAKER_OPEN_NS_MIN,
+    BREAKER_PROBE_NS,
+    BREAKER_SILENCE_NS,
+    CONNECT_NS_MAX,
+    RETRIES_PER_CALL_MAX,
+    VIEW_ASK_NS_MIN,
+)
 from kvstore.types.flow import FlowClass
 from kvstore.wire.codec import unpack_plain
 from kvstore.wire.messages import ViewReply, ViewRequest
@@ -39,8 +46,8 @@ class Job:
         is_stale: It failed on a connection that had served before, and nothing was heard: the node was restarted in
             between, so trying again at once on a fresh one says nothing about the node's health.
         retries_max: How often it may be repeated.
-        heard_by_ns: Unless something of the answer has come by then, the job is given up as Unavailable; 0 waits until
-            the deadline. For jobs whose records may be asked for elsewhere.
+        patience_ns: If nothing of the answer has come after so long, the first try is given up as Unavailable; 0 waits
+            until the deadline. For jobs whose records may be asked for elsewhere.
         begun_on: Connection, with its link, that is taken already and on which the first run goes on; None afterwards.
     """
 
@@ -49,8 +56,8 @@ class Job:
         "deadline_ns",
         "failure",
         "flow",
-        "heard_by_ns",
         "is_stale",
+        "patience_ns",
         "retries_max",
         "started_ns",
         "target",
@@ -64,7 +71,7 @@ class Job:
         self.failure: KVStoreError | None = None
         self.is_stale = False
         self.started_ns = 0
-        self.heard_by_ns = 0
+        self.patience_ns = 0
         self.begun_on: tuple[TargetLink, Connection] | None = None
 
     def run(self, connection: Connection) -> Steps:
@@ -86,12 +93,15 @@ def perform(link: TargetLink, job: Job, connection: Connection) -> Steps:
 
     Closes the connection before anything else gets out, so that no buffer is written after the call.
     """
+    is_first, now_ns = not job.started_ns, time.monotonic_ns()
     job.failure = None
     job.is_stale = False
-    job.started_ns = time.monotonic_ns()
-    connection.wait_for_word(job.heard_by_ns, job.deadline_ns)
+    job.started_ns = now_ns
+    heard_by_ns = min(job.deadline_ns, now_ns + job.patience_ns) if job.patience_ns else 0
+    connection.wait_for_word(heard_by_ns, job.deadline_ns)
     connection.has_heard = False
-    connection.connect_ns_max = CONNECT_NS_MAX if link.breaker.state is BreakerState.CLOSED else BREAKER_PROBE_NS
+    is_probe = is_first and (link.breaker.state is not BreakerState.CLOSED or link.rests(connection.address))
+    connection.connect_ns_max = BREAKER_PROBE_NS if is_probe else CONNECT_NS_MAX
     try:
         if connection.is_abandoned:
             yield from connection.recover()
@@ -106,7 +116,8 @@ def perform(link: TargetLink, job: Job, connection: Connection) -> Steps:
         is_late = isinstance(error, DeadlineExceeded)
         if not (connection.is_idle or (is_late and connection.abandon())):
             connection.close()
-        if is_late and job.heard_by_ns and time.monotonic_ns() < job.deadline_ns:
+        if is_late and heard_by_ns and time.monotonic_ns() < job.deadline_ns:
+            job.patience_ns = 0
             job.failure = Unavailable(f"target {link.id} at {connection.address} has said nothing yet: {error}")
     except BaseException:
         connection.close()
@@ -118,6 +129,9 @@ def settle(core: ClientCore, link: TargetLink, job: Job, connection: Connection,
     failure = job.failure
     if failure is None:
         link.breaker.succeeded()
+    elif _breaks_way(job, connection) and link.leave_address(connection.address, now_ns):
+        core.counters.connections_broken += 1
+        job.is_stale = isinstance(failure, Unavailable)  # there is another way: at once, by that
     elif isinstance(failure, Unavailable | DeadlineExceeded) and is_silence(job, connection, now_ns):
         if link.breaker.silent(job.started_ns, now_ns):
             core.counters.breaker_opened += 1
@@ -128,12 +142,20 @@ def settle(core: ClientCore, link: TargetLink, job: Job, connection: Connection,
         link.drop_idle()
         job.is_stale = not connection.is_fresh and not connection.has_heard
         if not job.is_stale:
-            link.try_next_address()
             core.doubt_view()
             core.counters.breaker_opened += link.breaker.failed(now_ns)
     else:
         link.breaker.succeeded()
     link.give_back(connection, now_ns)
+
+
+def _breaks_way(job: Job, connection: Connection) -> bool:
+    """Whether a job has failed for its connection, be it for the node or for the way to it."""
+    if connection.is_idle:
+        return False
+    return isinstance(job.failure, Unavailable) or (
+        isinstance(job.failure, DeadlineExceeded) and not connection.has_heard
+    )
 
 
 def is_silence(job: Job, connection: Connection, now_ns: int) -> bool:
@@ -176,10 +198,11 @@ def attempt(core: ClientCore, jobs: Round, *, plans_again: bool = False) -> Verb
             stale_tries += 1
             continue
         attempts += 1
-        pending = [job for job in pending if attempts <= job.retries_max]
         now_ns = time.monotonic_ns()
+        waits = [(job, _wait_ns(core, job, now_ns)) for job in pending if attempts <= job.retries_max]
         pause_ns = backoff_ns(attempts, random.random())
-        pending = [job for job in pending if now_ns + pause_ns < job.deadline_ns and _may_pass(core, job, now_ns)]
+        pause_ns = max([pause_ns, *(wait_ns for _, wait_ns in waits if wait_ns is not None)])
+        pending = [job for job, wait_ns in waits if wait_ns is not None and now_ns + pause_ns < job.deadline_ns]
         if not pending:
             return
         if not core.budget.take(now_ns):
@@ -198,21 +221,33 @@ def ensure_view(core: ClientCore, deadline_ns: int) -> Verb[None]:
 
 
 def refresh_view(core: ClientCore, deadline_ns: int) -> Verb[KVStoreError | None]:
-    """Asks one source after the other for the view. Returns the last failure when none answered."""
+    """Asks one source after the other until one knows the newest view that was heard of.
+
+    Returns:
+        The last failure when none answered. None also when only older views were given than the known one.
+    """
     failure: KVStoreError | None = None
+    has_answer = False
     now_ns = time.monotonic_ns()
     core.asks_for_view(now_ns)
     if core.view is not None:
         # an old view may still be right: leave most of the time to the call itself
         deadline_ns = min(deadline_ns, now_ns + min(CONNECT_NS_MAX, max(0, deadline_ns - now_ns) // 4))
-    for source in core.view_sources():
-        job = ViewJob(core, source, deadline_ns)
+    for source in core.view_sources(now_ns):
+        now_ns = time.monotonic_ns()
+        left_ns = deadline_ns - now_ns
+        if left_ns <= 0 and failure is not None:
+            break
+        job = ViewJob(core, source, now_ns + max(left_ns // 2, min(left_ns, VIEW_ASK_NS_MIN)))
         yield [job]
-        if job.view is not None:
-            core.adopt(job.view, source=source)
+        if job.view is None:
+            failure = job.failure
+        elif core.adopt(job.view, source=source, now_ns=time.monotonic_ns()):
             return None
-        failure = job.failure
-    return failure
+        else:
+            has_answer = True
+    core.has_asked_all()
+    return None if has_answer else failure
 
 
 def is_on_this_host(core: ClientCore, deadline_ns: int) -> Verb[bool]:
@@ -246,12 +281,17 @@ class ViewJob(Job):
             raise Unavailable(f"node at {connection.address} gave a view that makes no sense: {error}") from error
 
 
-def _may_pass(core: ClientCore, job: Job, now_ns: int) -> bool:
-    """Whether the target's breaker would let another try pass. Asked without using up its probe."""
+def _wait_ns(core: ClientCore, job: Job, now_ns: int) -> int | None:
+    """How long until the target's breaker lets another try of a job pass; None when it shall not be tried again.
+
+    The job that found its target silent waits once for the breaker: a live one that was slow is not given up for that.
+    """
     try:
-        return core.link(job.target).breaker.reopens_in_ns(now_ns) == 0
+        wait_ns = core.link(job.target).breaker.reopens_in_ns(now_ns)
     except Unavailable:
-        return False
+        return None
+    has_run = job.started_ns > 0
+    return wait_ns if not wait_ns or (has_run and wait_ns <= BREAKER_OPEN_NS_MIN) else None
 
 
 assert RETRIES_PER_CALL_MAX >= 1

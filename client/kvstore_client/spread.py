@@ -11,6 +11,7 @@ import numpy as np
 from kvstore.cluster.run_places import NO_PLACE, Counts
 from kvstore.cluster.view import TargetId
 from kvstore.limits import (
+    BREAKER_OPEN_NS_MIN,
     DIGEST_BYTES,
     PLACE_SILENCE_NS,
     PLANS_PER_CALL_MAX,
@@ -20,6 +21,7 @@ from kvstore.types.keys import KeyChain
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import MissReason
 from kvstore_client.core import ClientCore
+from kvstore_client.hints import hint
 from kvstore_client.incoming import HIT, OPEN, IncomingRecord
 from kvstore_client.loads import LoadJob
 from kvstore_client.outcomes import close_open, miss_reason
@@ -31,6 +33,7 @@ from kvstore_client.topology import ChainPlaces, places_of
 
 _ELSEWHERE = frozenset(map(int, MissReason)) - {MissReason.LAYOUT}
 """What another place may still make a hit. A record of another length than the layout's is the same everywhere."""
+_LACKS = frozenset({int(MissReason.ABSENT), int(MissReason.EVICTED)})
 _NEW_VIEW = frozenset({int(MissReason.UNAVAILABLE), int(MissReason.OVERLOADED)})
 """What a newer view may help with."""
 
@@ -60,11 +63,15 @@ def load_spread(core: ClientCore, request: SpreadRequest) -> Verb[None]:
         view, placement = core.view, core.placement
         if placement is None:
             break
-        where = places_of(placement, request.chain, copies=request.copies)
-        yield from _PlannedRead(core, request, where).read()
-        left = any(record.status in _NEW_VIEW for record in request.records)
-        if not left or (core.view is view and not (yield from _finds_new_view(core, request.deadline_ns))):
+        read = _PlannedRead(core, request, places_of(placement, request.chain, copies=request.copies))
+        yield from read.read()
+        yield from hint(core, request.namespace.digest, read.lacking())
+        if not any(record.status in _NEW_VIEW for record in request.records):
             break
+        if core.view is view and not (yield from _finds_new_view(core, request.deadline_ns)):
+            if not read.has_given_up or time.monotonic_ns() + BREAKER_OPEN_NS_MIN >= request.deadline_ns:
+                break
+            yield BREAKER_OPEN_NS_MIN  # a place that was given up for another one is asked again, now that none has it
     close_open(request.records, None)
 
 
@@ -77,7 +84,11 @@ def _finds_new_view(core: ClientCore, deadline_ns: int) -> Verb[bool]:
 
 
 class _PlannedRead:
-    """One read by one view: every record goes from place to place until it is a hit."""
+    """One read by one view: every record goes from place to place until it is a hit.
+
+    Attributes:
+        has_given_up: A place was tried once only, and failed, because there was another one.
+    """
 
     def __init__(self, core: ClientCore, request: SpreadRequest, where: ChainPlaces) -> None:
         self._core = core
@@ -98,6 +109,9 @@ class _PlannedRead:
         everything = all_record_keys(request.chain, request.shape.sections, request.namespace.layout)
         self._keys = np.frombuffer(everything, np.dtype((np.void, DIGEST_BYTES)))
         self._best: dict[int, int] = {}
+        self._found: dict[int, int] = {}  # place of each hit
+        self._lacked: dict[int, int] = {}  # of records that were not where they belong, that place
+        self.has_given_up = False
 
     def read(self) -> Verb[None]:
         """Asks place after place for what is not here yet, side by side."""
@@ -109,10 +123,7 @@ class _PlannedRead:
             if not jobs:
                 break
             yield from self._run([job for job, _ in jobs])
-            numbers = np.concatenate([numbers for _, numbers in jobs])
-            missed = [at for at in numbers.tolist() if records[at].status != HIT]
-            for at in missed:
-                self._best[at] = better_status(self._best.get(at, records[at].status), records[at].status)
+            missed = [at for job, numbers in jobs for at in self._missed(job, numbers)]
             waiting = np.array([at for at in missed if records[at].status in _ELSEWHERE], np.intp)
             waiting = waiting[self._places(waiting, 0) != NO_PLACE]
             if time.monotonic_ns() >= deadline_ns:
@@ -121,6 +132,35 @@ class _PlannedRead:
         for at, status in self._best.items():
             if records[at].status != HIT:
                 records[at].status = status
+
+    def lacking(self) -> dict[tuple[TargetId, TargetId], bytes]:
+        """Record keys by the worker that lacks them although they belong there, and the one that has them."""
+        pairs: dict[tuple[int, int], list[int]] = {}
+        for at, place in self._lacked.items():
+            if at in self._found:
+                pairs.setdefault((place, self._found[at]), []).append(at)
+        return {
+            (self._workers[lacks], self._workers[has]): self._keys[numbers].tobytes()
+            for (lacks, has), numbers in pairs.items()
+        }
+
+    def _missed(self, job: LoadJob, numbers: Counts) -> list[int]:
+        """The records of a job that are no hits; remembers who has and who lacks what."""
+        missed = []
+        place, records = self._workers.index(job.target), self._request.records
+        is_first = len(numbers) > 0 and int(self._tries[numbers[0]]) == 1
+        for at in numbers.tolist():
+            status = records[at].status
+            if status == HIT:
+                if not is_first:
+                    self._found[at] = place
+                continue
+            missed.append(at)
+            self._best[at] = better_status(self._best.get(at, status), status)
+            if is_first and status in _LACKS:
+                self._lacked[at] = place
+        self.has_given_up |= job.failure is not None and not job.retries_max and job.started_ns > 0
+        return missed
 
     def _places(self, numbers: Counts, ahead: int) -> Counts:
         rows = self._run_of[numbers % len(self._run_of)]
@@ -162,8 +202,8 @@ class _PlannedRead:
         )
         job.retries_max = 0 if has_others else READ_RETRIES_MAX
         if has_others:
-            now_ns = time.monotonic_ns()
-            job.heard_by_ns = now_ns + min(PLACE_SILENCE_NS, max(0, request.deadline_ns - now_ns) // 2)
+            left_ns = max(1, request.deadline_ns - time.monotonic_ns())
+            job.patience_ns = min(PLACE_SILENCE_NS, -(-left_ns // 2))
         return job
 
     def _run(self, jobs: Sequence[LoadJob]) -> Verb[None]:

@@ -27,6 +27,7 @@ class Counters:
         pins_lost: Matches whose pin was gone before they ended (node restarted, or ttl over).
         rdma_fallbacks: 1 when RDMA was allowed and no port could be opened; `transports` says why.
         soft_deadlines: Loads that returned at their soft deadline.
+        repair_hints: Times a target was told that it lacks what another one had.
     """
 
     lookup_keys_asked: int = 0
@@ -50,6 +51,7 @@ class Counters:
     restarts_noticed: int = 0
     pins_lost: int = 0
     soft_deadlines: int = 0
+    repair_hints: int = 0
     rdma_fallbacks: int = 0
 
     def snapshot(self) -> Mapping[str, int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvstore.cluster.view import TargetId
 from kvstore.errors import Unavailable
-from kvstore.limits import NAMESPACES_MAX
+from kvstore.limits import ADDRESS_REST_NS, NAMESPACES_MAX
 from kvstore.types.flow import FlowClass
 from kvstore.wire.messages import ID_BYTES, Feature, Welcome
 from kvstore_client.connection import Connection
@@ -52,6 +52,7 @@ class TargetLink:
         "_on_epoch",
         "_options",
         "_pid",
+        "_rests",
         "_told",
         "boot_count",
         "boot_id",
@@ -100,6 +101,7 @@ class TargetLink:
         self._in_use: set[Connection] = set()
         self._is_drop_due = False
         self._pid = os.getpid()
+        self._rests: dict[str, int] = {}  # addresses that failed, and until when they are left alone
         self._told: set[bytes] = set()
 
     @property
@@ -113,6 +115,7 @@ class TargetLink:
             self._addresses = addresses
             self.node_id = node_id
             self.breaker = CircuitBreaker()
+            self._rests.clear()
             self.drop_idle_soon()
 
     def take(self, flow: FlowClass, now_ns: int) -> Connection | None:
@@ -121,19 +124,54 @@ class TargetLink:
             return None
         if self._is_drop_due or self.breaker.state is BreakerState.HALF_OPEN:
             self.drop_idle()  # a probe is a new connection: HELLO tells at once whether anybody is there
-        found = None
-        for at in range(len(self._idle) - 1, -1, -1):
-            if self._idle[at].flow is flow:
-                found = self._idle.pop(at)
-                break
+        found = self._idle_for(flow)
         if found is None:
-            addresses = self._addresses
-            found = Connection(addresses[self._next_address % len(addresses)], greeting=self, flow=flow)
+            found = Connection(self._next_way(now_ns), greeting=self, flow=flow)
         elif self._idle:
             # never the last one: with it the node would let go of this client's pins and writers
             self._close_aged(now_ns)
         self._in_use.add(found)
         return found
+
+    def _idle_for(self, flow: FlowClass) -> Connection | None:
+        """An idle connection of that class. With several addresses the one that rested longest, and not the first as
+        long as there are addresses without one: all rails are used."""
+        same = [one for one in self._idle if one.flow is flow]
+        if not same:
+            return None
+        found = same[-1]
+        if len(self._addresses) > 1:
+            if len(same) + len(self._in_use) < min(len(self._addresses), self._options.connections_per_target):
+                return None
+            found = same[0]
+        self._idle.remove(found)
+        return found
+
+    def _next_way(self, now_ns: int) -> str:
+        """The address for a new connection: those that did not fail lately in turn, all of them when all did."""
+        ways = [one for one in self._addresses if self._rests.get(one, 0) <= now_ns] or list(self._addresses)
+        used = [one.address for one in (*self._idle, *self._in_use)]
+        self._next_address += 1
+        start = self._next_address % len(ways)
+        return min((*ways[start:], *ways[:start]), key=used.count)
+
+    def leave_address(self, address: str, now_ns: int) -> bool:
+        """A connection by this address has failed: it is left alone for a while, if there is another one to go by.
+
+        Returns:
+            False when there is none: it is the target that has failed.
+        """
+        if len(self._addresses) < 2:
+            return False
+        self._rests[address] = now_ns + ADDRESS_REST_NS
+        for one in [one for one in self._idle if one.address == address]:
+            self._idle.remove(one)
+            one.close()
+        return any(self._rests.get(one, 0) <= now_ns for one in self._addresses)
+
+    def rests(self, address: str) -> bool:
+        """Whether the last connection by that address failed."""
+        return address in self._rests
 
     def take_idle(self, flow: FlowClass, now_ns: int) -> Connection | None:
         """An open connection of that class for a read the straight way; None when `take` has something to decide."""
@@ -212,10 +250,6 @@ class TargetLink:
             self._idle.remove(connection)
             connection.close()
 
-    def try_next_address(self) -> None:
-        """The last one did not answer: use another way, if there is one."""
-        self._next_address += 1
-
     def drop_idle(self) -> None:
         """Closes idle connections: their node is gone."""
         self._is_drop_due = False
@@ -277,6 +311,7 @@ class TargetLink:
                 f"node {welcome.node_id} answers at {address}, where target {self.id} of node {self.node_id} was; "
                 "the view is asked for again"
             )
+        self._rests.pop(address, None)
 
     def welcomed(self, welcome: Welcome) -> None:
         """Greeting: a connection is open. Another boot id means that the node has forgotten pins and writers."""

@@ -5,7 +5,6 @@ Every copy of a record is a writer of its own on its target; all get the same pi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -132,7 +131,7 @@ def open_writer(
             ttl_ns=WRITER_TTL_NS if request.ttl is None else int(request.ttl * SECOND_NS),
         )
         if any(len(copy.record.copies) > 1 for copy in copies):
-            job.heard_by_ns = min(deadline_ns, time.monotonic_ns() + COPY_SILENCE_NS)
+            job.patience_ns = COPY_SILENCE_NS
         jobs.append(job)
     if jobs:
         yield from attempt(core, jobs)

@@ -26,6 +26,7 @@ from kvstore.wire.frames import Frame, FrameReader
 from kvstore.wire.header import FrameType, encode_head
 from kvstore.wire.messages import MESSAGES
 from kvstore.wire.ranges import decode_ranges
+from kvstore.wire.replicas import REPLICA_MESSAGES, Pull
 from kvstore.wire.slices import FLAG_FINAL, Slice, encode_slices
 
 U32 = struct.Struct("<I")
@@ -58,6 +59,8 @@ class ScriptedNode:
     records: dict[tuple[bytes, bytes], StoredRecord] = field(default_factory=dict)
     manifests: set[bytes] = field(default_factory=set)
     wanted_copies: dict[bytes, int] = field(default_factory=dict)
+    pulls: list[Pull] = field(default_factory=list)
+    groups: list[bytes] = field(default_factory=list)
     pending: set[bytes] = field(default_factory=set)
     pins: set[int] = field(default_factory=set)
     pinning: bool = True
@@ -204,13 +207,13 @@ class Link:
             self._writer_write(frame)
             return
         handler = getattr(self, f"_{frame.type.name.lower()}")
-        handler(frame, MESSAGES[frame.type].decode(frame.body))
+        handler(frame, (MESSAGES | REPLICA_MESSAGES)[frame.type].decode(frame.body))
 
     def _hello(self, frame: Frame, hello: m.Hello) -> None:
         self.node.hellos.append(hello)
         welcome = m.Welcome(
             version=1,
-            features=m.Feature.FINAL_DATA if self.node.is_brief else m.Feature.NONE,
+            features=(m.Feature.FINAL_DATA if self.node.is_brief else m.Feature.NONE) | m.Feature.PULL,
             node_id=self.node.node_id,
             boot_id=self.node.boot_id,
             epoch=self.node.epoch,
@@ -244,6 +247,7 @@ class Link:
 
     def _match(self, frame: Frame, message: m.Match) -> None:
         statuses = self._statuses(message.namespace, message.keys)
+        self.node.groups.append(message.group)
         hits = [key for key, status in zip(split(message.keys), statuses, strict=True) if not status]
         hit_bytes = sum(len(self.node.records[message.namespace, key].payload) for key in hits)
         pin_id = 0
@@ -258,6 +262,10 @@ class Link:
                 statuses=statuses, pin_id=pin_id, pinned=pin_id > 0, hit_bytes=hit_bytes, load_ns=hit_bytes * 10
             ),
         )
+
+    def _pull(self, frame: Frame, message: Pull) -> None:
+        self.node.pulls.append(message)
+        self.send(frame, m.End(statuses=bytes(len(message.keys) // 32)))
 
     def _unpin(self, frame: Frame, message: m.Unpin) -> None:
         self.node.pins.discard(message.pin_id)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
+import time
 
 import pytest
 
 from kvstore.errors import InvalidRequest
+from kvstore.limits import VIEW_OLDER_NS
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import MissReason
@@ -257,3 +260,97 @@ def test_a_writer_goes_on_with_the_copies_that_are_left(cluster) -> None:
         assert {type(one) for one in results} == {Stored}
         assert {one.copies for one in results} == {1, 2}
         assert {type(one) for one in read(ns)} == {Hit}
+
+
+def test_who_lacks_what_another_one_has_is_told_so(cluster) -> None:
+    cluster.show(states={2: "away"})
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+        cluster.show(states={2: "joining"}, previous=[{"t2": 0.0}])
+        client.refresh()
+        assert {type(one) for one in read(ns)} == {Hit}
+        (told,) = cluster.nodes[2].pulls
+        assert told.namespace == NAMESPACE.digest
+        assert told.source in ("t0", "t1")
+        source = cluster.nodes[int(told.source[1])]
+        keys = {told.keys[at : at + 32] for at in range(0, len(told.keys), 32)}
+        assert keys <= {key for _, key in source.records}
+        assert keys
+        assert {type(one) for one in read(ns)} == {Hit}
+        assert client.stats()["repair_hints"] <= 2, "hints are rare"
+        assert not any(one.pulls for one in cluster.nodes[:2])
+
+
+def test_ranks_give_their_group_to_every_node(cluster) -> None:
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+        with ns.match(KEYS, group=b"g" * 16) as found:
+            assert found.chunks == COUNT
+        assert [one.groups for one in cluster.nodes] == [[b"g" * 16]] * 3
+        with pytest.raises(InvalidRequest, match="group"):
+            ns.match(KEYS, group=b"short")
+
+
+def test_a_view_is_not_replaced_by_an_older_one_and_a_dead_seed_is_passed_over(cluster) -> None:
+    old = cluster.nodes[0].view()
+    cluster.show()
+    cluster.nodes[0].view = lambda: old
+    cluster.nodes[0].epoch = 1
+    dead, _, fresh = (one.address for one in cluster.nodes)
+    with KVClient.connect([fresh, dead]) as client:
+        core = client.session().core
+        for _ in range(6):
+            client.refresh()
+            assert core.view is not None
+            assert core.view.epoch == cluster.epoch
+        cluster.nodes[0].stop()
+        cluster.nodes[1].stop()
+        for _ in range(6):
+            client.refresh()
+    with KVClient.connect([dead, fresh]) as client:
+        assert client.session().core.view.epoch == cluster.epoch
+
+
+def test_a_cluster_that_began_anew_is_believed_in_the_end(cluster) -> None:
+    cluster.epoch = 50
+    cluster.show()
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        core = client.session().core
+        known = core.view
+        cluster.epoch = 0
+        cluster.show()
+        client.refresh()
+        assert core.view is known
+        core._older_since_ns -= VIEW_OLDER_NS
+        client.refresh()
+        assert core.view.epoch == 1
+        assert not core.wants_view(time.monotonic_ns())
+
+
+def test_a_dead_rail_costs_bandwidth_and_nothing_else(node) -> None:
+    rail = socket.create_server(("127.0.0.1", 0))
+    dead = f"127.0.0.1:{rail.getsockname()[1]}"
+    node.data = (node.address, dead)
+    rail.close()
+    with KVClient.connect(node.address) as client:
+        ns = client.namespace(NAMESPACE)
+        assert {type(one) for one in ns.put(KEYS, PAYLOADS)} == {Stored}
+        for _ in range(4):
+            assert {type(one) for one in read(ns)} == {Hit}
+        assert client.stats()["breaker_opened"] == 0
+        assert client.stats()["retries"] == 0
+
+
+def test_all_rails_are_used(node) -> None:
+    other = socket.create_server(("127.0.0.1", 0))
+    node.data = (node.address, f"127.0.0.1:{other.getsockname()[1]}")
+    threading.Thread(target=node._accept, args=(other,), daemon=True).start()
+    with KVClient.connect(node.address) as client:
+        ns = client.namespace(NAMESPACE)
+        for _ in range(6):
+            ns.put(KEYS, PAYLOADS)
+        ports = [link.socket.getsockname()[1] for link in node.links]
+        assert set(ports) == {node.port, other.getsockname()[1]}
+    other.close()
