@@ -1,7 +1,7 @@
-"""Builds the compiled parts: io_uring, the search of the index, the exchange of single reads. The rest: pyproject.toml.
+"""Builds the compiled parts: io_uring, search and check of cold reads, single reads. pyproject.toml declares the rest.
 
-All are optional: without a compiler the install succeeds, the node uses its thread pool device and searches its index
-in Python, node and client exchange single reads in Python, and all of them say so.
+All are optional: without a compiler the install succeeds, the node uses its thread pool device, searches its index and
+checks records in Python, node and client exchange single reads in Python, and all of them say so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-PARTS = ("kvstore.device._uring", "kvstore.engine._search", "kvstore.transport._exchange")
+PARTS = ("kvstore.device._uring", "kvstore.engine._records", "kvstore.engine._search", "kvstore.transport._exchange")
 
 
 def extensions() -> list[Extension]:

@@ -73,7 +73,7 @@ class Parcel:
         self,
         parcels: Parcels,
         request: Request,
-        wants: Sequence[tuple[int, int]],
+        wants: list[tuple[int, int]],
         starts: Starts,
         piece: Piece,
         version: int,

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.engine import _records, packing
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.cache import RecordFacts
 from kvstore.engine.division import divide
 from kvstore.engine.estimate import DayMeter, LoadEstimator
 from kvstore.engine.explain import gone, stored, unknown
-from kvstore.engine.format import RecordHeader, decode_record_header, encode_record_header, header_page_count
+from kvstore.engine.format import (
+    RECORD_MAGIC,
+    RecordHeader,
+    decode_record_header,
+    encode_record_header,
+    header_page_count,
+)
 from kvstore.engine.history import Event, Fate
 from kvstore.engine.location import PAGE_BITS, location_page, pack_location
 from kvstore.engine.packing import pack
 from kvstore.engine.readplan import covering_blocks, ranges_per_record
-from kvstore.engine.verify import Fault, check_header, check_run, header_pages_of
+from kvstore.engine.verify import GENERATION, Fault, check_header, check_run, header_pages_of
 from kvstore.engine.waits import Waits
 from kvstore.errors import InvalidRequest
 from kvstore.limits import (
@@ -171,7 +181,15 @@ def one_by_one(data: memoryview, read: Read, generation: int) -> RecordFacts | F
 
 
 def check_packed(view: memoryview, reads: list[Read], alone: list[RecordFacts | Fault]) -> None:
-    """What `pack` says of them is what was found of each alone."""
+    """What `pack` says of them is what was found of each alone, compiled and not."""
+    assert packing.IS_COMPILED, "the extension is not built"
+    for compiled in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packing, "IS_COMPILED", compiled)
+            check_packed_so(view, reads, alone)
+
+
+def check_packed_so(view: memoryview, reads: list[Read], alone: list[RecordFacts | Fault]) -> None:
     keys = b"".join(read.key for read in reversed(reads))
     wants = [(read.location, len(reads) - 1 - at) for at, read in enumerate(reads)]
     packed = pack(view, wants, keys, REF, {5: 11})
@@ -191,6 +209,93 @@ def check_packed(view: memoryview, reads: list[Read], alone: list[RecordFacts | 
     ]
     assert [bytes(one) for one in packed.payload] == payload
     assert len(pack(view, wants, keys, REF, {5: 12}).faults) == len(reads)
+
+
+@pytest.mark.parametrize("length", [4096, 5000, 65_536, 70_001])
+@pytest.mark.parametrize("block_bytes", [4096, 1 << 20])
+def test_the_compiled_check_says_yes_only_to_what_is_right(length: int, block_bytes: int) -> None:
+    """Every byte that it looks at, flipped in one of nine records; those that it need not look at do not matter."""
+    view, wants, keys = alike(9, length, block_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_pack_each", lambda *_: None)  # what is judged one by one
+        right = pack(view, wants, keys, REF, {5: 11})
+        assert right is not None, "one call judged them all"
+        patch.setattr(packing, "IS_COMPILED", False)
+        assert pack(view, wants, keys, REF, {5: 11}) == right, "and columns say the same"
+        patch.setattr(packing, "IS_COMPILED", True)
+        header_bytes = header_page_count(length, block_bytes) * PAGE_BYTES
+        stride = len(view) // 9
+        random_places = random.Random(length).sample(range(header_bytes, header_bytes + length), 60)
+        for place in [*range(300), header_bytes - 1, header_bytes, header_bytes + length - 1, *random_places]:
+            at = place % 9 * stride + place
+            view[at] ^= 1 << place % 8
+            assert pack(view, wants, keys, REF, {5: 11}) is None, f"byte {place} was not looked at"
+            view[at] ^= 1 << place % 8
+        for wrong in ({5: 12}, {}):
+            assert pack(view, wants, keys, REF, wrong) is None
+        for place, index in ((0, 1), (1, 0)):
+            assert pack(view, [(wants[0][0], index), *wants[1:]][place:] + wants[:place], keys, REF, {5: 11}) is None
+        if header_bytes + length < stride:
+            view[stride - 1] ^= 1  # behind the payload
+        assert pack(view, wants, keys, REF, {5: 11}) == right
+
+
+def alike(count: int, length: int, block_bytes: int) -> tuple[memoryview, list[tuple[int, int]], bytes]:
+    """Good records of one shape, one behind the other; their wants, and their keys in the reverse order."""
+    generator = random.Random(length)
+    records = bytearray()
+    wants: list[tuple[int, int]] = []
+    keys = [generator.randbytes(32) for _ in range(count)]
+    pages = header_page_count(length, block_bytes) + -(-length // PAGE_BYTES)
+    for number, key in enumerate(keys):
+        payload = generator.randbytes(length)
+        header = RecordHeader(
+            key=key,
+            parent=generator.randbytes(32),
+            run_head=generator.randbytes(32),
+            namespace=REF.digest,
+            namespace_generation=REF.generation,
+            position=number,
+            part=0,
+            segment=5,
+            page=9 + number * pages,
+            segment_generation=11,
+            payload_bytes=length,
+            block_bytes=block_bytes,
+            content_id=generator.randbytes(16),
+            crc_table=crc_table(payload, block_bytes),
+            written_ns=1,
+        )
+        record = bytearray(pages * PAGE_BYTES)
+        start = header.header_pages * PAGE_BYTES
+        encode_record_header(header, memoryview(record)[:start])
+        record[start : start + length] = payload
+        records += record
+        wants.append((pack_location(segment=5, page=9 + number * pages, pages=pages, depth=3), count - 1 - number))
+    return memoryview(records), wants, b"".join(reversed(keys))
+
+
+@pytest.mark.parametrize("case", ["short", "space", "words", "keys", "block", "want", "indices"])
+def test_impossible_lengths_are_refused_by_the_compiled_check(case: str) -> None:
+    view, wants, keys = alike(4, 5000, 4096)
+    arguments: list[Any] = [view, wants, keys, REF.digest + GENERATION.pack(REF.generation), {5: 11}]
+    arguments += [int.from_bytes(RECORD_MAGIC, "little"), 3 * PAGE_BYTES, PAGE_BYTES, 4096, 5000, 2, 1]
+    assert _records.check(*arguments) is not None
+    at, value = {
+        "short": (0, view[:-1]),
+        "space": (3, bytes(39)),
+        "words": (10, 3),
+        "keys": (2, keys[:96]),
+        "block": (8, 0),
+        "want": (1, [wants[0], wants[1], wants[2], 7]),
+        "indices": (1, [wants[0], wants[1], wants[2], (wants[3][0], -1)]),
+    }[case]
+    arguments[at] = value
+    if case == "keys":
+        assert _records.check(*arguments) is None
+    else:
+        with pytest.raises((ValueError, TypeError, OverflowError)):
+            _records.check(*arguments)
 
 
 some_lengths = st.sampled_from([0, 1, 4096, 9000, 70_000])

@@ -1,0 +1,17 @@
+"""Types of the compiled check, _records.c, where it is described."""
+
+def check(
+    view: memoryview,
+    wants: list[tuple[int, int]],
+    keys: bytes,
+    space: bytes,
+    generations: dict[int, int],
+    magic: int,
+    length: int,
+    header_bytes: int,
+    block_bytes: int,
+    record_bytes: int,
+    words: int,
+    flags: int,
+    /,
+) -> bytes | None: ...
