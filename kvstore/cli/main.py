@@ -296,10 +296,10 @@ def drain(
     node: Node = _NODE_DEFAULT,
     resume: Annotated[bool, typer.Option("--resume", help="Take puts again.")] = False,
     as_json: Json = False,
-    timeout: Timeout = "10s",
+    timeout: Timeout = "60s",
     token_file: TokenFile = None,
 ) -> None:
-    """Refuse new puts on a node and let those in progress finish; gets go on."""
+    """Refuse new puts on a node; gets go on. In a cluster, wait up to --timeout while it hands on what it holds."""
     with _client(node, timeout, token_file) as client:
         draining = client.drain(resume=resume)
     _tell(as_json, {"draining": draining}, "draining: puts are refused" if draining else "takes puts again")

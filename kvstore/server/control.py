@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
 from kvstore.cluster.view import View
-from kvstore.errors import Internal, InvalidRequest, Unavailable, UnknownNamespace
+from kvstore.errors import Internal, InvalidRequest, KVStoreError, Unavailable, UnknownNamespace
 from kvstore.limits import (
     BATCH_ITEMS_MAX,
+    CONTROL_DEADLINE_NS,
     DIGEST_BYTES,
     EXPLAIN_KEYS_MAX,
+    HANDOVER_POLL_NS,
     NAMESPACES_PAGE_BYTES_MAX,
     NAMESPACES_PAGE_MAX,
+    SECOND_NS,
 )
 from kvstore.server.access import Access
 from kvstore.server.admin import maps_of
@@ -32,6 +38,8 @@ from kvstore.types.namespace import Manifest
 from kvstore.types.results import MissReason
 from kvstore.wire.codec import Plain
 from kvstore.wire.messages import Drop, End, Match, MatchReply
+
+log = logging.getLogger(__name__)
 
 _HIT: Final = 0
 
@@ -143,11 +151,14 @@ class Control:
         ]
         return any(value.get("started") is True for value in started)
 
-    async def drain(self, *, resume: bool) -> None:
+    async def drain(self, *, resume: bool, within_ns: int = 0) -> None:
         """Refuse puts on every worker, or take them again.
+
+        In a cluster a draining node hands on what it holds. For so long this waits for that to end; it goes on behind it.
 
         Raises Unavailable when one does not serve, after the others were told; that one is told once it serves.
         """
+        deadline_ns = time.monotonic_ns() + within_ns
         down: Unavailable | None = None
         for worker in self.fleet.workers:
             try:
@@ -156,6 +167,19 @@ class Control:
                 down = error
         if down is not None:
             raise down
+        while not resume and time.monotonic_ns() < deadline_ns and not await self._has_handed_on():
+            await asyncio.sleep(HANDOVER_POLL_NS / SECOND_NS)
+
+    async def _has_handed_on(self) -> bool:
+        for worker in self.fleet.workers:
+            try:
+                answer = await worker.channel.admin("handover", {}, deadline_ns=CONTROL_DEADLINE_NS)
+            except KVStoreError as error:
+                log.warning("a worker does not say how far it has handed on: %s", error)
+                continue
+            if answer.get("done") is not True:
+                return False
+        return True
 
     async def reload_tenants(self) -> int:
         """Read the tenants file again and tell the workers; says how many tenants there are.

@@ -80,10 +80,10 @@ class TenantControl(Control):
         self._grant.require(Scope.ADMIN, "a scrub")
         return await super().scrub(bytes_second, deadline_ns=deadline_ns)
 
-    async def drain(self, *, resume: bool) -> None:
+    async def drain(self, *, resume: bool, within_ns: int = 0) -> None:
         """See `Control`."""
         self._grant.require(Scope.ADMIN, "a drain")
-        await super().drain(resume=resume)
+        await super().drain(resume=resume, within_ns=within_ns)
 
     async def reload_tenants(self) -> int:
         """See `Control`."""
