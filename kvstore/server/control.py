@@ -154,7 +154,7 @@ class Control:
     async def drain(self, *, resume: bool, within_ns: int = 0) -> None:
         """Refuse puts on every worker, or take them again.
 
-        In a cluster a draining node hands on what it holds. For so long this waits for that to end; it goes on behind it.
+        In a cluster a draining node hands on what it holds: this waits for so long for that to end. It goes on anyway.
 
         Raises Unavailable when one does not serve, after the others were told; that one is told once it serves.
         """
