@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from kvstore.cluster.catalog import Document, documents_of, use_name, uses_of
@@ -47,6 +47,24 @@ def is_news(told: Told | None, uses: Mapping[str, int], quotas: Mapping[str, int
         return True
     moved = any(abs(used - told.uses[name]) * SHARE_PUBLISH_PARTS >= quotas[name] for name, used in uses.items())
     return moved or (told.uses != uses and now_ns - told.at_ns >= SHARE_REPEAT_NS)
+
+
+def shares_here(
+    ours: Collection[TargetId],
+    placed: Collection[TargetId],
+    held: Mapping[str, Mapping[TargetId, int]],
+    before: Shares,
+) -> Shares:
+    """Shares of a node's targets, from those that hold in the cluster, by tenant.
+
+    A target that takes no new chunks now keeps the share that it had: its worker may be starting again, and it is not to
+    give up anything because no part of what is free was counted for it. One that never had a share has none.
+    """
+    return {
+        name: {tenant: of_tenant[name] for tenant, of_tenant in held.items()} if name in placed else before[name]
+        for name in ours
+        if name in placed or name in before
+    }
 
 
 class ClusterQuotas:
@@ -137,7 +155,7 @@ class ClusterQuotas:
     def _settle(self, fleet: Fleet, view: View, quotas: Mapping[str, int]) -> bool:
         """Shares of our targets, from what all wrote; of ours from what we wrote last, which may not be back yet.
 
-        False when the view does not have all of ours: they have no shares before it does.
+        False when one of ours has no share yet, because the view gives it no chunks.
         """
         now_ns = self._clock()
         ours = {owned.id for worker in fleet.workers if worker.readiness for owned in worker.readiness.targets}
@@ -146,17 +164,14 @@ class ClusterQuotas:
         known = {target.id for target in view.targets}
         uses = {name: used for name, used in uses.items() if name in known}
         capacities = capacities_of(view)
-        shares: dict[TargetId, dict[str, int]] = {name: {} for name in ours}
+        held: dict[str, Mapping[TargetId, int]] = {}
         for tenant, quota_bytes in quotas.items():
             used_bytes = {name: used[tenant] for name, used in uses.items() if used.get(tenant)}
-            computed = shares_of(quota_bytes, used_bytes, capacities)
-            for name, share in self._rising.hold(tenant, computed, now_ns).items():
-                if name in ours:
-                    shares[name][tenant] = share
+            held[tenant] = self._rising.hold(tenant, shares_of(quota_bytes, used_bytes, capacities), now_ns)
         self._rising.forget_others(set(quotas), known)
-        self._shares, self._quotas = shares, quotas
+        self._shares, self._quotas = shares_here(ours, capacities.keys(), held, self._shares), quotas
         self._used_all = {name: sum(used.get(name, 0) for used in uses.values()) for name in quotas}
-        return ours <= known
+        return ours <= self._shares.keys()
 
     async def _tidy(self, view: View) -> None:
         """What stands of targets that have left the view, and are not ours to come, is removed by whoever sees it."""

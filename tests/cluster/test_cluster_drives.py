@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.cluster.view import READ_STATES
 from kvstore.engine.drive import DATA_FILE
 from kvstore.engine.identity import look_at
 from kvstore.server.grpc_edge.client import ControlClient
@@ -48,8 +49,8 @@ class Nodes:
         with self.start(name, cluster, *drives) as process:
             ready = process.wait_ready()
             with ControlClient(ready.grpc) as control:
-                while not control.view().targets:
-                    time.sleep(0.05)  # it serves before it is in the cluster's view
+                while not any(target.state in READ_STATES for target in control.view().targets):
+                    time.sleep(0.05)  # it serves before the view says so
             with KVClient.connect(ready.data[0], deadline=20) as client:
                 space = client.namespace(SPACE)
                 keys = space.keys(range(CHUNKS))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvstore.cluster.shares import RisingShares, decode_quota, decode_uses, encode_uses, shares_of
 from kvstore.errors import InvalidRequest
 from kvstore.limits import QUOTA_TRIM_SHARE, QUOTA_TRIM_TO_SHARE
-from kvstore.server.quotas import Told, is_news
+from kvstore.server.quotas import Told, is_news, shares_here
 
 AMOUNTS = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 2**50), max_size=8)
 
@@ -116,6 +116,14 @@ def test_shares_follow_capacity_in_the_end_whoever_was_first(count: int, seed: i
     for name, used in nodes.used.items():
         fair = quota * nodes.capacity[name] / capacity_all
         assert 0.5 * fair < used < 1.6 * fair, (nodes.used, nodes.capacity)
+
+
+def test_a_target_that_takes_no_chunks_keeps_the_share_that_it_had() -> None:
+    held = {"t": {"a": 5, "b": 7, "down": 1}}
+    before = {"a": {"t": 3}, "down": {"t": 9}}
+    found = shares_here(["a", "down", "new"], ["a", "b"], held, before)
+    assert found == {"a": {"t": 5}, "down": {"t": 9}}, "it is not to give up what it has; a new one waits"
+    assert shares_here(["a"], ["a"], {}, before) == {"a": {}}, "no tenant has a quota any more"
 
 
 def test_uses_and_quotas_travel() -> None:
