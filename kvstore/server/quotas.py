@@ -57,8 +57,8 @@ def shares_here(
 ) -> Shares:
     """Shares of a node's targets, from those that hold in the cluster, by tenant.
 
-    A target that takes no new chunks now keeps the share that it had: its worker may be starting again, and it is not to
-    give up anything because no part of what is free was counted for it. One that never had a share has none.
+    A target that takes no new chunks now keeps the share that it had: its worker may be starting again, and it is not
+    to give up anything because no part of what is free was counted for it. One that never had a share has none.
     """
     return {
         name: {tenant: of_tenant[name] for tenant, of_tenant in held.items()} if name in placed else before[name]
