@@ -254,6 +254,20 @@ def test_sealed_memory_cannot_be_taken_from_under_us() -> None:
     view[:] = b"x" * len(view)  # no SIGBUS
 
 
+@pytest.mark.parametrize("length", [PAGE_BYTES, 2 * MiB, 5 * MiB + PAGE_BYTES])
+def test_memory_is_whole_whatever_pages_the_kernel_has(length: int) -> None:
+    """Huge pages where there are some: every byte is there, is zero at first, and is the same for both sides."""
+    fd = create_memory(length)
+    assert not memory_defect(fd, length)
+    assert os.fstat(fd).st_size == length
+    near, far = memoryview(mmap.mmap(fd, length)), memoryview(open_memory(fd, length))
+    os.close(fd)
+    assert near == bytes(length)
+    noise = os.urandom(length)
+    near[:] = noise
+    assert far == noise
+
+
 def test_pages_that_were_punched_out_are_zeros_again() -> None:
     fd = create_memory(64 * KiB)
     view = memoryview(open_memory(fd, 64 * KiB))
