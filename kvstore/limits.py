@@ -208,6 +208,7 @@ PULL_BACKOFF_NS_MAX: Final = 30 * SECOND_NS
 PULL_WINDOW_BYTES: Final = 8 * MiB  # of one batch that are on their way at a time; one longer record goes alone
 PULL_SOURCES_MAX: Final = 4  # batches under way, each from another source
 PULL_GET_NS: Final = 60 * SECOND_NS  # for one window
+PULL_CLOSED_NS: Final = 1 * SECOND_NS  # how soon a node that took nothing new looks whether it may again
 PULL_BURST_BYTES: Final = 8 * MiB  # of the byte budget
 PULL_BYTES_SECOND_DEFAULT: Final = 64 * MiB
 REPAIR_WINDOW_NS: Final = 25 * 3600 * SECOND_NS  # for which deletes are remembered: a while longer than DOWN_KEEP_NS

@@ -14,7 +14,7 @@ from kvstore.engine.engine import DriveEngine
 from kvstore.engine.heads import Head
 from kvstore.engine.told import delete_by_prefix, raise_generation, was_deleted
 from kvstore.errors import KVStoreError
-from kvstore.limits import DIGEST_BYTES, PULL_BURST_BYTES, PULL_SOURCES_MAX
+from kvstore.limits import DIGEST_BYTES, PULL_BURST_BYTES, PULL_CLOSED_NS, PULL_SOURCES_MAX
 from kvstore.server.loop import Loop
 from kvstore.server.peer import Greeting, PeerCall
 from kvstore.server.peers import Peers
@@ -49,6 +49,7 @@ class PlaneSide(Protocol):
     Attributes:
         now_ns: the time of this turn.
         peer_token: what this node shows to others.
+        is_draining, fenced_from_ns: whether, and from when on, nothing new is taken.
     """
 
     loop: Loop
@@ -56,6 +57,8 @@ class PlaneSide(Protocol):
     faults: RepeatLogger
     now_ns: int
     peer_token: bytes
+    is_draining: bool
+    fenced_from_ns: int
 
     def wake_engine(self) -> None:
         """The engine has work, though none of its descriptors says so."""
@@ -123,7 +126,7 @@ class Copier:
         self._peers.expire(now_ns)
         self._teller.poll(now_ns)
         self.spreader.poll(now_ns)
-        if self._budget.ready(now_ns):
+        if self._takes_records and self._budget.ready(now_ns):
             for fetch in [fetch for fetch in self._fetches.values() if fetch.waits]:
                 if self._budget.ready(now_ns):
                     fetch.go_on()
@@ -135,6 +138,8 @@ class Copier:
     def _next_ns(self, now_ns: int) -> int:
         times = [self._peers.next_timer_ns(), self._teller.due_ns, self.spreader.due_ns]
         waits = any(fetch.waits for fetch in self._fetches.values())
+        if not self._takes_records:
+            return min([now_ns + PULL_CLOSED_NS, *(at for at in times if at is not None)])
         queue_ns = None
         if len(self._fetches) < PULL_SOURCES_MAX:
             queue_ns = self.queue.next_ns(now_ns, busy=self._busy())
@@ -143,6 +148,11 @@ class Copier:
             if ready_ns is not None:
                 times.append(ready_ns if waits else max(ready_ns, queue_ns or 0))
         return min((at for at in times if at is not None), default=_NEVER_NS)
+
+    @property
+    def _takes_records(self) -> bool:
+        """Whether anything may be stored here: a node that drains, or that nobody vouches for, copies nothing."""
+        return not self._plane.is_draining and self._plane.now_ns < self._plane.fenced_from_ns
 
     def _due_now(self) -> None:
         self.due_ns = min(self.due_ns, self._plane.now_ns)

@@ -11,6 +11,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Protocol
 
 import numpy as np
@@ -43,6 +44,7 @@ from kvstore.wire.schema import Message
 log = logging.getLogger(__name__)
 
 _NEVER_NS: Final = 1 << 63
+_SHAPES_MAX: Final = 1_024
 
 
 class SpreadDrive(Protocol):
@@ -190,7 +192,7 @@ class Spreader:
         if manifest is None:
             return None
         copies = table.copies(digest)
-        return Shape(chunks_per_run=Manifest.decode(manifest).layout.chunks_per_run, copies=copies or None)
+        return Shape(chunks_per_run=_chunks_per_run(manifest), copies=copies or None)
 
     def woken(self) -> None:
         """A walk has ended: see what is next."""
@@ -293,6 +295,12 @@ class Spreader:
     def _generation(self, digest: bytes) -> int:
         known = (drive.engine.namespace(digest) for drive in self._drives)
         return max((ref.generation for ref in known if ref is not None), default=0)
+
+
+@lru_cache(maxsize=_SHAPES_MAX)
+def _chunks_per_run(manifest: bytes) -> int:
+    """Of the layout in a manifest; a walk asks it for every record."""
+    return Manifest.decode(manifest).layout.chunks_per_run
 
 
 class _Round:

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 
-from kvstore.engine.api import ReadHandle, ReadSink, ReadSpec, ReadyItem
+from kvstore.engine.api import PutSpec, ReadHandle, ReadSink, ReadSpec, ReadyItem
 from kvstore.engine.heads import Head
 from kvstore.limits import PULL_BURST_BYTES, PULL_FAILURES_MAX, PULL_WINDOW_BYTES, SECOND_NS, MiB
+from kvstore.server.admission import TokenAdmission
 from kvstore.server.copier import HeadsFound
-from kvstore.telemetry.metrics import PullEnd
+from kvstore.server.tenants import Scope, Tenant, TenantBook, Token, hash_of
+from kvstore.telemetry.metrics import DataplaneMetrics, PullEnd
 from kvstore.testing.copy_lab import SPACE, CopyLab, CopyNode
 from kvstore.types.checksum import crc_table
+from kvstore.types.flow import FlowClass
 from kvstore.types.namespace import Namespace
-from kvstore.types.results import MissReason, RefusedReason
+from kvstore.types.results import Exists, MissReason, Refused, RefusedReason
 from kvstore.wire.messages import End
 from kvstore.wire.replicas import Heads, HeadsReply, Pull
 
@@ -208,6 +211,66 @@ def test_a_full_queue_refuses(lab: CopyLab) -> None:
     b.copier.queue._records_max = 3
     b.copier._budget.bytes_second = 0
     assert pull(b, KEYS[:5], "a") == bytes([0, 0, 0, RefusedReason.OVERLOADED, RefusedReason.OVERLOADED])
+
+
+def test_a_fenced_node_stores_nothing_of_what_it_was_to_copy(lab: CopyLab) -> None:
+    a, b = lab.nodes
+    a.put(KEYS, VALUES)
+    pull(b, KEYS, "a")
+    b.lab.plane.fenced_from_ns = 0
+    for _ in range(20):
+        lab.turn()
+    assert (b.held(KEYS), len(b.copier.queue)) == ([False] * 8, 8)
+    b.lab.plane.fenced_from_ns = 1 << 63
+    b.lab.clock_ns += SECOND_NS
+    lab.settle()
+    assert b.held(KEYS) == [True] * 8
+
+
+# --- tenants ----------------------------------------------------------------------------------------------------------
+PEERS = b"the token of this cluster's nodes"
+
+
+def tenants(metrics: DataplaneMetrics) -> TokenAdmission:
+    tokens = (Token(hash=hash_of(b"a token of tenant t"), scopes=Scope.READ | Scope.WRITE),)
+    admission = TokenAdmission(metrics)
+    admission.tell(TenantBook([Tenant(name="t", tokens=tokens), Tenant(name="u")]))
+    admission.tell_peer_token(PEERS)
+    return admission
+
+
+@pytest.mark.parametrize("shown", [PEERS, b"", b"a token of tenant t", b"another token of 16 bytes"])
+def test_where_there_are_tenants_only_who_shows_the_peer_token_is_given_copies(tmp_path: Path, shown: bytes) -> None:
+    nodes = [CopyNode(tmp_path, name, admission=tenants(DataplaneMetrics())) for name in ("a", "b")]
+    lab = CopyLab(*nodes)
+    a, b = nodes
+    b.lab.plane.peer_token = shown
+    theirs = Namespace(tenant="u", model="m", weights="w", layout=SPACE.layout)
+    ref = a.engine.add_namespace(theirs.manifest())
+    spec = PutSpec(
+        namespace=ref,
+        key=KEYS[0],
+        payload_bytes=1,
+        block_bytes=4096,
+        crc_table=crc_table(b"x", 4096),
+        flow=FlowClass.WRITEBACK,
+        deadline_ns=1 << 62,
+        client_id=bytes(16),
+    )
+    a.engine.open_put(spec, store_x)
+    lab.turn_until(lambda: a.held(KEYS[:1], namespace=theirs) == [True])
+    b.engine.add_namespace(theirs.manifest())
+    b.copier.queue.offer(theirs.digest, KEYS[:1], "a")
+    b.copier.wake()
+    skip_pauses(lab, b)
+    assert b.held(KEYS[:1], namespace=theirs) == [shown == PEERS]
+    lab.close()
+
+
+def store_x(ticket: object) -> None:
+    assert not isinstance(ticket, Exists | Refused)
+    ticket.buffer[:] = b"x"  # type: ignore[attr-defined]
+    ticket.commit(on_done=lambda _: None)  # type: ignore[attr-defined]
 
 
 # --- sources that lie -------------------------------------------------------------------------------------------------
