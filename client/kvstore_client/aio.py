@@ -75,6 +75,7 @@ class AsyncKVClient:
         if not lazy:
             try:
                 await client.refresh()
+                await client.check_ways()
             except BaseException:
                 client.close()
                 raise
@@ -91,6 +92,15 @@ class AsyncKVClient:
         failure = await session.driver.run(refresh_view(session.core, until_ns))
         if failure is not None:
             raise failure
+
+    async def check_ways(self) -> None:
+        """As `KVClient.check_ways`."""
+        if self.options.transport is Transport.RDMA:
+            session = self.session()
+            until_ns = time.monotonic_ns() + self.options.deadline_ns
+            failure = await session.driver.run(try_ways(session.core, until_ns))
+            if failure is not None:
+                raise failure
 
     def alloc(self, length_bytes: int, *, prefault: bool = False) -> memoryview:
         """Memory that suits transfers: writable, page-aligned, freed with the last view of it."""

@@ -20,7 +20,7 @@ from kvstore_client.namespace_handle import BoundNamespace
 from kvstore_client.options import ClientOptions, is_number, parse_flow, parse_transport
 from kvstore_client.process import ProcessState
 from kvstore_client.regions import allocate
-from kvstore_client.rounds import is_on_this_host, refresh_view
+from kvstore_client.rounds import is_on_this_host, refresh_view, try_ways
 from kvstore_client.shm import SharedMemory
 from kvstore_client.shm_ways import Transport
 from kvstore_client.stats import Counters
@@ -73,7 +73,7 @@ class KVClient:
             options: The rest; `flow`, `token` and `deadline` replace what it says of them where they are given.
 
         Raises:
-            Unavailable, DeadlineExceeded: No node answered (not when `lazy`).
+            Unavailable, DeadlineExceeded: No node answered, or RDMA is required and cannot be had (not when `lazy`).
             Denied: The token is not accepted.
             InvalidRequest: An address or option makes no sense, or the token file cannot be read.
         """
@@ -87,6 +87,7 @@ class KVClient:
         if not lazy:
             try:
                 client.refresh()
+                client.check_ways()
             except BaseException:
                 client.close()
                 raise
@@ -112,6 +113,15 @@ class KVClient:
         failure: KVStoreError | None = session.driver.run(refresh_view(session.core, until_ns))
         if failure is not None:
             raise failure
+
+    def check_ways(self) -> None:
+        """With transport rdma: connects to each worker now. Raises Unavailable where RDMA cannot be had, saying why."""
+        if self.options.transport is Transport.RDMA:
+            session = self.session()
+            until_ns = time.monotonic_ns() + self.options.deadline_ns
+            failure: KVStoreError | None = session.driver.run(try_ways(session.core, until_ns))
+            if failure is not None:
+                raise failure
 
     def alloc(self, length_bytes: int, *, prefault: bool = False) -> memoryview:
         """Memory that suits transfers: writable, page-aligned, freed with the last view of it.

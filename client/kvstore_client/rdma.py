@@ -279,6 +279,10 @@ class RdmaWay:
         self._ports.is_used = True
         return port
 
+    def words_of_need(self) -> str:
+        """What to add to the message of a failure, where RDMA is required and why it is not there may be the cause."""
+        return f"; transport rdma is required: {self.reason}" if self.is_required and self.reason else ""
+
     def lane(self, port: RdmaPort, which: Lane) -> WorkerLane:
         """The lane of a class; made when first used. The caller holds the port's lock."""
         found = self._lanes.get(which)

@@ -33,7 +33,8 @@ class RdmaRegions:
     def __init__(self, way: RdmaWay, port: RdmaPort) -> None:
         self._way = way
         self._port = port
-        self._known: set[int] = set()
+        self._known: set[int] = set()  # regions that the node has been told of, and not to forget
+        self._fresh: set[int] = set()  # of these, since the last LOST
         self._lane: WorkerLane | None = None  # of the call in progress, with the number of its end
         self._number = -1
         self._held: list[HeldMemory] = []
@@ -55,6 +56,12 @@ class RdmaRegions:
                 return places, rest
             encoded, rest = self._name(records, chosen, places)
             yield from self._describe(connection)
+        except KVStoreError as error:
+            self._let_go()
+            if not connection.is_idle:
+                raise
+            self._way.reason = str(error)  # it works without
+            return Places(), list(chosen)
         except BaseException:
             self._let_go()
             raise
@@ -87,7 +94,7 @@ class RdmaRegions:
 
     def lost(self, status: int) -> None:
         """The node has no pair any more for the call in progress. What it knows of our memory is told anew."""
-        self._known.clear()
+        self._fresh.clear()
         if self._lane is not None:
             with self._port.lock:
                 self._lane.end.lost(self._number, status, time.monotonic_ns())
@@ -192,18 +199,20 @@ class RdmaRegions:
     def _describe(self, connection: Connection) -> Generator[int, None, None]:
         """Tells the node of the regions that it does not know."""
         new: dict[int, RegionDescriptor] = {
-            one.region: one for held in self._held for one in held.descriptors if one.region not in self._known
+            one.region: one for held in self._held for one in held.descriptors if one.region not in self._fresh
         }
         if not new:
             return
-        if len(self._known) + len(new) > _FORGET_FROM and self._known:
-            used = {one.region for held in self._held for one in held.descriptors}
-            gone = self._known - used
+        used = {one.region for held in self._held for one in held.descriptors}
+        gone = self._known - used
+        if gone and len(self._known) + len(new) > _FORGET_FROM:
             self._known &= used
+            self._fresh &= used
             blob = b"".join([number.to_bytes(4, "little") for number in gone])
             yield from connection.ask(RegionDrop(regions=blob), End)
         yield from connection.ask(Regions(descriptors=encode_regions(list(new.values()))), End)
         self._known |= new.keys()
+        self._fresh |= new.keys()
 
 
 def join_rdma(connection: Connection, held: socket.socket, way: RdmaWay) -> RdmaRegions | None:

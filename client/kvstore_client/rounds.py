@@ -170,7 +170,7 @@ def broken_circuit(link: TargetLink, now_ns: int) -> Unavailable:
     wait_ms = link.breaker.reopens_in_ns(now_ns) // 1_000_000
     return Unavailable(
         f"target {link.id} at {', '.join(link.addresses)} failed several times in a row; "
-        f"it is tried again in {wait_ms} ms"
+        f"it is tried again in {wait_ms} ms{link.rdma.words_of_need()}"
     )
 
 
@@ -258,6 +258,14 @@ def is_on_this_host(core: ClientCore, deadline_ns: int) -> Verb[bool]:
     if jobs:
         yield jobs
     return any(link.local.path for link in links)
+
+
+def try_ways(core: ClientCore, deadline_ns: int) -> Verb[KVStoreError | None]:
+    """Connects to each worker, and says why one cannot be reached in the way that the caller requires."""
+    jobs = [ViewJob(core, target, deadline_ns) for target in core.target_ids()]
+    if jobs:
+        yield jobs
+    return next((job.failure for job in jobs if job.failure is not None), None)
 
 
 class ViewJob(Job):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import Unavailable
-from kvstore.limits import PAIR_PROBE_BYTES, KiB, MiB
+from kvstore.limits import PAIR_PROBE_BYTES, REGIONS_PER_CONNECTION_MAX, KiB, MiB
 from kvstore.testing.fake_verbs import _Request
 from kvstore.testing.rdma_town import Town
 from kvstore.transport.rdma.verbs import PortState, Work
@@ -235,7 +235,9 @@ def test_a_client_without_a_port_falls_back_once_with_auto_and_fails_with_rdma(c
         client.session().core.rdma._opener = refuse
         ns = namespace_of(client)
         [outcome] = ns.put(ns.keys(list(range(16))), [noise(CHUNK, 1)])
-        assert "transport rdma cannot be used: no RDMA device here; use auto" in outcome.detail
+        assert "no RDMA device here" in outcome.detail
+        with pytest.raises(Unavailable, match="no RDMA device here"):
+            client.check_ways()
 
 
 def test_two_threads_share_the_pairs_of_their_process(cached_town: Town) -> None:
@@ -345,3 +347,20 @@ def test_the_asynchronous_client_uses_rdma_as_well(cached_town: Town) -> None:
 
     asyncio.run(read_and_write())
     assert town.metrics.placed_bytes == town.metrics.pulled_bytes == COUNT * CHUNK
+
+
+def test_regions_that_are_gone_are_forgotten_in_time(cached_town: Town) -> None:
+    """Memory that is new in each call, and pairs that break: the node is never told of more than it takes."""
+    town = cached_town
+    with connect(town) as client:
+        ns = namespace_of(client)
+        values = filled(ns, COUNT)
+        keys = ns.keys(list(range(16 * COUNT)))
+        for attempt in range(3 * REGIONS_PER_CONNECTION_MAX // COUNT):
+            buffers = [bytearray(CHUNK) for _ in range(COUNT)]
+            assert all(isinstance(one, Hit) for one in ns.get_into(keys, buffers))
+            if not attempt % 8:
+                town.on_node(town.service.pairs.close)
+                assert buffers == values
+        assert client.transports()["t0"] == "rdma client0:1"
+        assert town.metrics.placed_bytes > town.metrics.fallback_bytes
