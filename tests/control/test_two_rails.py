@@ -98,6 +98,7 @@ def test_a_namespace_that_one_worker_never_saw_is_explained(ready: Ready, contro
         keys = bound.keys(list(range(8)))
         assert [type(one) for one in bound.put(keys[:1], [b"x" * 100])] == [Stored]
         answer = control.explain(Question(tenant="acme", namespace=lonely.digest, keys=keys.digests))
+        assert bound.delete(keys[:1])  # other tests count what there is
     (namespace,) = answer.namespaces
     assert [key.status for key in namespace.keys] == ["hit", "absent"]
     assert all(key.text or key.status == "hit" for key in namespace.keys)
