@@ -374,6 +374,7 @@ assert CHECKSUM_BYTES_MIN % PAGE_BYTES == 0
 assert HELLO_BODY_BYTES_MAX > TOKEN_BYTES_MAX + NODE_ID_BYTES_MAX
 assert SLICES_PER_FRAME_MAX + 8 <= IO_VECTORS_MAX
 assert VIEW_BYTES_MAX < FRAME_BODY_BYTES_MAX
+assert TENANTS_MAX * (2 * NAME_BYTES_MAX + 32) < STORE_VALUE_BYTES_MAX, "what tenants use of a target is one entry"
 assert DROPPED_TOLD_MAX * (DIGEST_BYTES + 9) < ADMIN_BYTES_MAX, "all of them go into one message"
 assert VIEW_BYTES_MAX <= STORE_VALUE_BYTES_MAX, "the view is one entry of the cluster store"
 assert STORE_ATTEMPT_NS * 3 <= STORE_CALL_NS, "with one of three members frozen a call still reaches another"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from kvstore.cluster.plain import Plain, PlainFields, decode, encode
 from kvstore.cluster.view import PLACED_STATES, TargetId, View
 from kvstore.errors import InvalidRequest
-from kvstore.limits import CLUSTER_VALUE_BYTES_MAX, SHARE_RISE_NS, TENANTS_MAX
+from kvstore.limits import CLUSTER_VALUE_BYTES_MAX, SHARE_RISE_NS, STORE_VALUE_BYTES_MAX, TENANTS_MAX
 
 
 def shares_of(
@@ -67,19 +67,14 @@ class RisingShares:
 
 
 def encode_uses(uses: Mapping[str, int]) -> str:
-    """What tenants have on a target, as it stands in a cluster store. Raises InvalidRequest when it is too long."""
-    text = encode({"tenants": dict(sorted(uses.items()))})
-    if len(text.encode()) > CLUSTER_VALUE_BYTES_MAX:
-        raise InvalidRequest(
-            f"uses of {len(uses)} tenants take {len(text.encode())} bytes, the limit is {CLUSTER_VALUE_BYTES_MAX}; "
-            "give fewer tenants a quota, or shorter names"
-        )
-    return text
+    """What tenants have on a target, as it stands in a cluster store; of at most TENANTS_MAX tenants."""
+    assert len(uses) <= TENANTS_MAX, "a worker tells of no more"
+    return encode({"tenants": dict(sorted(uses.items()))})
 
 
 def decode_uses(text: str) -> dict[str, int]:
     """Inverse of `encode_uses`. Raises InvalidRequest."""
-    fields = PlainFields(decode(text, what="use of a target", bytes_max=CLUSTER_VALUE_BYTES_MAX), what="use")
+    fields = PlainFields(decode(text, what="use of a target", bytes_max=STORE_VALUE_BYTES_MAX), what="use")
     uses = {name: _bytes_of(name, value) for name, value in fields.map("tenants", TENANTS_MAX).items()}
     fields.finish()
     return uses

@@ -18,7 +18,7 @@ from kvstore.cluster.membership import Membership
 from kvstore.cluster.shares import RisingShares, capacities_of, decode_quota, encode_uses, shares_of
 from kvstore.cluster.store import ClusterStore
 from kvstore.cluster.view import TargetId, View
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, Retryable
 from kvstore.limits import CONTROL_DEADLINE_NS, SHARE_PUBLISH_PARTS, SHARE_REPEAT_NS
 from kvstore.server.admin import maps_of, text_of
 from kvstore.server.fleet import Fleet
@@ -111,7 +111,8 @@ class ClusterQuotas:
         try:
             await self._tell_others(fleet, quotas)
         except KVStoreError as error:
-            log.debug("the cluster was not told of what tenants use: %s", error)
+            level = logging.DEBUG if isinstance(error, Retryable) else logging.WARNING
+            log.log(level, "the cluster was not told of what tenants use: %s", error)
             return
         are_known = self._settle(fleet, view, quotas)
         await self.tell_workers(fleet)

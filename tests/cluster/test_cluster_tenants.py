@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -22,10 +22,13 @@ from kvstore.server.report import TenantReport
 from kvstore.server.tenants import hash_of
 from kvstore.testing.cluster_suite import until
 from kvstore.testing.etcd_process import EtcdProcess
+from kvstore.testing.node_line import NodeLine
 from kvstore.testing.serve_process import ServeProcess
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
-from kvstore.types.results import Exists, Hit, Refused, RefusedReason, Stored
+from kvstore.types.results import Exists, Hit, ItemStatus, Refused, RefusedReason, Stored
+from kvstore.wire.messages import End
+from kvstore.wire.replicas import Pull
 from kvstore_client import KVClient
 
 CHUNK_BYTES = 64 * 1024
@@ -157,9 +160,13 @@ def test_a_quota_holds_over_the_nodes_of_a_cluster(tmp_path: Path, shared_etcd: 
         with ExitStack() as stack:
             nodes = Nodes(tmp_path, stack, shared_etcd, "a", "b", "c", quota=str(QUOTA_BYTES))
             await until(lambda: _is(nodes.see_each_other()))
-            await until(lambda: _is(all(use.share_bytes for use in used_of(nodes, "ours"))))
-            shares = [use.share_bytes for use in used_of(nodes, "ours")]
-            assert sum(shares) <= QUOTA_BYTES
+
+            async def is_divided() -> bool:
+                """As soon as everybody has seen the newest node."""
+                shares = [use.share_bytes for use in used_of(nodes, "ours")]
+                return all(shares) and sum(shares) <= QUOTA_BYTES
+
+            await until(is_divided)
             client = stack.enter_context(nodes.client("a", TOKENS["ours"]))
             await until(lambda: _is(isinstance(put_chunks(client, 0, 8)[-1], Stored | Exists)))
             for first in range(0, 3 * QUOTA_BYTES // CHUNK_BYTES, 64):  # three times as much as it may have
@@ -214,5 +221,27 @@ def test_shares_outlive_a_worker_and_a_cluster_store_that_is_gone(tmp_path: Path
 
             await until(is_told_again)
             await store.close()
+
+    asyncio.run(body())
+
+
+def test_nodes_copy_from_each_other_what_is_of_any_tenant(nodes: Nodes) -> None:
+    """PULL, over the peers' own connection: a tenant's token is good for the request, the peer token for the copy."""
+    key, value, space = b"k" * 32, b"v" * 50_000, namespace_of("theirs")
+
+    async def body() -> None:
+        await until(lambda: _is(nodes.see_each_other()))
+        a, b = (nodes.nodes[name].wait_ready().data[0] for name in "ab")
+        with closing(NodeLine(a, space, token=TOKENS["theirs"].encode())) as source:
+            await until(lambda: _is(source.put(key, value)[0] in (ItemStatus.STORED, ItemStatus.EXISTS)))
+            (target,) = [one.id for one in source.view().targets if one.node_id == "a"]
+            with closing(NodeLine(b, space, token=TOKENS["theirs"].encode())) as sink:
+                pull = Pull(namespace=space.digest, keys=key, source=target)
+
+                async def is_copied() -> bool:
+                    sink.client.call(pull, End)  # refused until the view has both
+                    return sink.get(key)[0] == 0
+
+                await until(is_copied)
 
     asyncio.run(body())
