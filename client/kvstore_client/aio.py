@@ -29,7 +29,7 @@ from kvstore_client.ranges import Ranges
 from kvstore_client.read_shape import incoming_records
 from kvstore_client.read_verbs import MatchAnswer
 from kvstore_client.regions import Item, allocate, refuse_repeated
-from kvstore_client.rounds import Verb, refresh_view
+from kvstore_client.rounds import Verb, refresh_view, try_ways
 from kvstore_client.shm_ways import Transport
 from kvstore_client.stats import Counters
 from kvstore_client.writer_verbs import OpenRequest, WriterState
