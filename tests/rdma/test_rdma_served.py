@@ -335,6 +335,7 @@ def test_the_asynchronous_client_uses_rdma_as_well(cached_town: Town) -> None:
     async def read_and_write() -> None:
         client = await AsyncKVClient.connect(town.address, lazy=True, transport="rdma")
         client.session().core.rdma._opener = lambda host: RdmaPort(town.client_rail(), "client0:1")
+        await client.check_ways()
         layout = KVLayout.opaque(chunk_bytes=CHUNK, chunk_tokens=16)
         ns = client.namespace(Namespace(tenant="default", model="async", weights="w", layout=layout))
         keys = ns.keys(list(range(16 * COUNT)))
