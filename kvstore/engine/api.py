@@ -78,7 +78,7 @@ class Parcel(Protocol):
 
     @property
     def indices(self) -> Sequence[int]:
-        """Positions of the records in the request."""
+        """Positions of the records in the request, or `ReadSpec.items`."""
 
     def release(self) -> None: ...
 
@@ -123,6 +123,7 @@ class ReadSpec:
             read from the drive straight into it, and is delivered there: its payload is not verified then, since the
             client can change it at any time; the client's own check is what counts. Whatever the outcome, such a read
             may go on in the place after `cancel` and after the deadline.
+        items: what a parcel calls each record, where that is not its position here: this is the share of a batch.
     """
 
     namespace: NamespaceRef
@@ -134,6 +135,7 @@ class ReadSpec:
     accept_pending: bool = False
     verify: bool = False
     places: Sequence[memoryview] | None = None
+    items: Sequence[int] | None = None
 
 
 class ReadHandle(Protocol):

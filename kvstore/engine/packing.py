@@ -98,6 +98,13 @@ def pack(
     return _pack_each(view, wants, keys, ref, generations)
 
 
+def renumbered(body: bytes, count: int, items: Sequence[int]) -> bytes:
+    """The body of a frame whose `count` slices name `items[n]` where they named n."""
+    slices = np.frombuffer(body, dtype=_SLICE, count=count).copy()
+    slices["item"] = np.array(items, dtype=np.uint32)[slices["item"]]
+    return slices.tobytes() + body[slices.nbytes :]
+
+
 def _pack_alike(
     view: memoryview,
     wants: list[tuple[int, int]],

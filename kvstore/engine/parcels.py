@@ -23,7 +23,7 @@ from kvstore.engine.division import Starts, divide
 from kvstore.engine.job import IoQueue
 from kvstore.engine.loads import Flight, Loader
 from kvstore.engine.location import DEPTH_BITS, PAGE_BITS, PAGES_BITS
-from kvstore.engine.packing import Packed, pack
+from kvstore.engine.packing import Packed, pack, renumbered
 from kvstore.engine.request import Request
 from kvstore.engine.segment import SegmentTable
 from kvstore.engine.verify import Fault
@@ -97,7 +97,8 @@ class Parcel:
     @property
     def indices(self) -> Sequence[int]:
         """See `api.Parcel`."""
-        return [index for _, index in self.wants]
+        items = self.request.spec.items
+        return [index if items is None else items[index] for _, index in self.wants]
 
     def done(self, op: IoOp) -> None:
         """It has been read, or parts of it have failed to be."""
@@ -278,7 +279,9 @@ class Parcels:
         if not count:
             parcel.release()
             return False
-        parcel.body, parcel.count, parcel.payload = packed.body, count, packed.payload
+        items = request.spec.items
+        body = packed.body if items is None else renumbered(packed.body, count, items)
+        parcel.body, parcel.count, parcel.payload = body, count, packed.payload
         parcel.payload_bytes = sum(map(len, packed.payload))
         request.packed(parcel.wants)
         return True

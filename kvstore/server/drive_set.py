@@ -13,6 +13,7 @@ from kvstore.engine.api import (
     Engine,
     MatchOutcome,
     NamespaceRef,
+    ParcelSource,
     PutColumns,
     PutParcel,
     PutSpec,
@@ -72,6 +73,9 @@ class _Share:
         self._sink = sink
         self._items = items
         self.finished = gathered.finished
+        landed: Callable[[ParcelSource], None] | None = getattr(sink, "landed", None)
+        if landed is not None:
+            self.landed = landed  # parcels name the items of the batch already
 
     def ready(self, item: ReadyItem) -> None:
         """See `ReadSink.ready`."""
@@ -335,5 +339,12 @@ def _share_of(spec: ReadSpec, part: _Part, namespace: NamespaceRef) -> ReadSpec:
     if content_ids is not None:
         content_ids = b"".join(content_ids[item * ID_BYTES : (item + 1) * ID_BYTES] for item in part.items)
     places = spec.places and [spec.places[item] for item in part.items]
-    keys = b"".join(part.keys)
-    return replace(spec, namespace=namespace, keys=keys, ranges=ranges, content_ids=content_ids, places=places)
+    return replace(
+        spec,
+        namespace=namespace,
+        keys=b"".join(part.keys),
+        ranges=ranges,
+        content_ids=content_ids,
+        places=places,
+        items=part.items,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
@@ -42,7 +43,7 @@ class ReadCall(PieceCall):
         super().__init__(connection, count, now_ns=now_ns, deadline_ns=deadline_ns)
         self._metrics = metrics
         self._cut_at = 0  # bytes of the first piece that went out in earlier frames
-        self._parcels: ParcelSource | None = None  # while some have landed
+        self._parcels: deque[ParcelSource] = deque()  # those that something has landed of
         self._sent_parcels: list[Parcel] = []  # only what they were of is looked at
         self._is_whole = False  # no ranges, any copy: the last frame may end the call
 
@@ -61,7 +62,8 @@ class ReadCall(PieceCall):
     # --- ReadSink ---------------------------------------------------------------------------------------------------
     def landed(self, source: ParcelSource) -> None:
         """Records to take, right before they are sent."""
-        self._parcels = source
+        if source not in self._parcels:
+            self._parcels.append(source)
         if not self.connection.in_turn:
             self.connection.request_send()
 
@@ -72,32 +74,36 @@ class ReadCall(PieceCall):
 
     # --- Call -------------------------------------------------------------------------------------------------------
     def has_output(self) -> bool:
-        return self._parcels is not None or bool(self._pieces) or (self._finished and not self.over)
+        return bool(self._parcels) or bool(self._pieces) or (self._finished and not self.over)
 
     def pump(self) -> None:
-        if self._parcels is not None:
-            self._send_parcel(self._parcels)
+        if self._parcels:
+            self._send_parcel()
         elif self._pieces:
             self._send_frame()
         if self._finished and not self._pieces and not self.over:
             self._end()
 
     def release(self) -> None:
-        self._parcels = None
+        self._parcels.clear()
         if self._cut_at:
             # earlier slices of this piece may still be queued: its memory is theirs
             self.connection.channel.writer.when_sent(self._pieces.popleft().release)
             self._cut_at = 0
         super().release()
 
-    def _send_parcel(self, parcels: ParcelSource) -> None:
-        """Sends the next parcel: it is checked now, when the socket takes it."""
-        parcel = parcels.take()
-        if parcel is None:
-            self._parcels = None
-            return
-        self._sent_parcels.append(parcel)
-        self._push(parcel.body, parcel.count, parcel.payload, parcel.payload_bytes, parcel.release)
+    def _send_parcel(self) -> None:
+        """Sends the next parcel: it is checked now, when the socket takes it. Drives take turns."""
+        sources = self._parcels
+        while sources:
+            source = sources[0]
+            parcel = source.take()
+            if parcel is not None:
+                sources.rotate(-1)
+                self._sent_parcels.append(parcel)
+                self._push(parcel.body, parcel.count, parcel.payload, parcel.payload_bytes, parcel.release)
+                return
+            sources.remove(source)
 
     def _send_frame(self) -> None:
         """Packs pieces into one DATA frame: many small ones together, a large one cut at checksum blocks."""

@@ -6,12 +6,14 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvstore.engine.api import Engine
 from kvstore.engine.engine import DriveEngine, EngineSettings
+from kvstore.engine.parcels import Parcel, Parcels
 from kvstore.limits import SECOND_NS, MiB
 from kvstore.server.batch import pack_u32, unpack_u32
 from kvstore.server.drive_set import DriveSet
@@ -365,6 +367,37 @@ def test_more_than_memory_holds_is_put_and_read_without_a_cache(tmp_path: Path) 
     values = [os.urandom(2 * MiB) for _ in keys]
     assert set(client.put(NS, keys, values).values()) == {STORED}
     assert client.get(NS, keys) == (bytes(24), dict(enumerate(values)))
+    node.settle()
+    close_node(node)
+
+
+@pytest.mark.parametrize("length", [0, 5000, 60_000])
+def test_without_a_cache_records_of_several_drives_come_in_parcels(tmp_path: Path, length: int) -> None:
+    """Those of each drive, all under the items of the batch; what is absent or asked for twice is answered as ever."""
+    node = open_node(tmp_path, count=2, cache_bytes=0)
+    client = node.lab.client()
+    client.register(NAMESPACE.manifest())
+    keys = [key_of(number) for number in range(60)]
+    values = [os.urandom(length) for _ in keys]
+    assert set(client.put(NS, keys, values).values()) == {STORED}
+    opened: list[Parcels] = []
+
+    def noted(parcels: Parcels, parcel: Parcel) -> bool:
+        opened.append(parcels)
+        return parcels.open(parcel)
+
+    for drive in node.drives:
+        drive._reader.open_parcel = partial(noted, drive._reader._parcels)
+    assert client.get(NS, keys) == (bytes(60), dict(enumerate(values)))
+    assert len(set(opened)) == 2, "both drives"
+    order = [59, 3, 44, 17, 0, 28]
+    assert client.get(NS, [keys[at] for at in order])[1] == {n: values[at] for n, at in enumerate(order)}
+    absent = [keys[5], key_of(999), keys[6], key_of(998), *keys[40:50]]
+    statuses, data = client.get(NS, absent)
+    assert statuses == bytes([0, MissReason.ABSENT, 0, MissReason.ABSENT]) + bytes(10)
+    assert data == {0: values[5], 2: values[6], **{4 + at: values[40 + at] for at in range(10)}}
+    twice = [*keys[:20], keys[3], keys[7]]
+    assert client.get(NS, twice) == (bytes(22), dict(enumerate([*values[:20], values[3], values[7]])))
     node.settle()
     close_node(node)
 
