@@ -320,7 +320,7 @@ BREAKER_PROBE_NS: Final = (
     250 * MS_NS
 )  # for the HELLO of a target that was silent; a live one answers within a millisecond
 PLACE_SILENCE_NS: Final = 1 * SECOND_NS  # a place that says nothing for so long is given up for the next one
-COPY_SILENCE_NS: Final = 2 * SECOND_NS  # a place that answers nothing to the offer of a copy: the put has the others
+LAST_SILENCE_NS: Final = 2 * SECOND_NS  # the last place of a read, or one of a copy: then it must answer a HELLO
 ADDRESS_REST_NS: Final = 2 * SECOND_NS  # one of several ways to a target that failed: the others carry on meanwhile
 PULL_PAUSE_NS: Final = 100 * MS_NS  # between two hints of one client process that a target lacks what another one has
 PULL_NS_MAX: Final = 50 * MS_NS  # for such a hint, at the end of a read

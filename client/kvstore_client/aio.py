@@ -29,7 +29,7 @@ from kvstore_client.ranges import Ranges
 from kvstore_client.read_shape import incoming_records
 from kvstore_client.read_verbs import MatchAnswer
 from kvstore_client.regions import Item, allocate, refuse_repeated
-from kvstore_client.rounds import Verb, refresh_view, try_ways
+from kvstore_client.rounds import Verb, first_view, try_ways
 from kvstore_client.shm_ways import Transport
 from kvstore_client.stats import Counters
 from kvstore_client.writer_verbs import OpenRequest, WriterState
@@ -89,7 +89,7 @@ class AsyncKVClient:
         """Asks for the view now. Raises Unavailable, DeadlineExceeded or Denied when no node gave it."""
         session = self.session()
         until_ns = time.monotonic_ns() + self.options.deadline_ns
-        failure = await session.driver.run(refresh_view(session.core, until_ns))
+        failure = await session.driver.run(first_view(session.core, until_ns))
         if failure is not None:
             raise failure
 

@@ -8,7 +8,7 @@ from collections import deque
 from contextlib import suppress
 
 from kvstore.errors import Closed, DeadlineExceeded, KVStoreError, Overloaded
-from kvstore.limits import CALLS_WAITING_MAX
+from kvstore.limits import BREAKER_PROBE_NS, CALLS_WAITING_MAX
 from kvstore_client.connection import READ, Connection
 from kvstore_client.core import ClientCore
 from kvstore_client.rounds import Job, Round, T, Verb, broken_circuit, perform, settle
@@ -97,7 +97,10 @@ class AsyncDriver:
                 )
             if now_ns >= job.deadline_ns:
                 raise DeadlineExceeded(f"all connections to {link.id} were in use until the call's deadline")
-            await self._wait_turn(job.deadline_ns)
+            link.check_word(job.patience_ns, now_ns)
+            await self._wait_turn(
+                min(job.deadline_ns, now_ns + BREAKER_PROBE_NS) if job.patience_ns else job.deadline_ns
+            )
 
     async def _wait_turn(self, deadline_ns: int) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvstore.cluster.view import TargetId
 from kvstore.errors import Closed, DeadlineExceeded, KVStoreError, Overloaded, Unavailable
-from kvstore.limits import CALLS_WAITING_MAX
+from kvstore.limits import BREAKER_PROBE_NS, CALLS_WAITING_MAX
 from kvstore.types.flow import FlowClass
 from kvstore_client.connection import READ, Connection, Steps
 from kvstore_client.core import ClientCore
@@ -74,15 +74,26 @@ class BlockingDriver:
         if len(jobs) == 1:
             self._run_alone(jobs[0])
             return
-        running = []
+        running: list[_Held] = []
+        later: list[Job] = []
         for job in sorted(jobs, key=lambda job: job.target):
-            held = self._take(job)
+            try:
+                held = self._take(job, may_put_off=True)
+            except _PutOff:
+                later.append(job)
+                continue
             if held is not None:
                 running.append(held)
         self._run_together(running)
+        for job in later:
+            self._run_alone(job)
 
-    def _take(self, job: Job) -> _Held | None:
-        """A connection for `job`; None, with `job.failure` set, when there is none."""
+    def _take(self, job: Job, *, may_put_off: bool = False) -> _Held | None:
+        """A connection for `job`; None, with `job.failure` set, when there is none.
+
+        Raises:
+            _PutOff: It may, and its target seems dead: others do not wait for it.
+        """
         if job.begun_on is not None:
             link, connection = job.begun_on
             job.begun_on = None
@@ -94,7 +105,7 @@ class BlockingDriver:
                 if not link.breaker.allows(now_ns):
                     raise broken_circuit(link, now_ns)
                 taken = None if self._closed else link.take(job.flow, now_ns)
-                return _Held(job, link, taken or self._wait_for_connection(link, job))
+                return _Held(job, link, taken or self._wait_for_connection(link, job, may_put_off))
         except KVStoreError as error:
             job.failure = error
             job.is_stale = False
@@ -146,7 +157,7 @@ class BlockingDriver:
             if self._waiting:
                 self._changed.notify()
 
-    def _wait_for_connection(self, link: TargetLink, job: Job) -> Connection:
+    def _wait_for_connection(self, link: TargetLink, job: Job, may_put_off: bool) -> Connection:
         while True:
             self.check_open()
             now_ns = time.monotonic_ns()
@@ -160,9 +171,15 @@ class BlockingDriver:
                 )
             if now_ns >= job.deadline_ns:
                 raise DeadlineExceeded(f"all connections to {link.id} were in use until the call's deadline")
+            if may_put_off and link.silent_ns(now_ns) >= BREAKER_PROBE_NS:
+                raise _PutOff
+            link.check_word(job.patience_ns, now_ns)
+            wait_ns = job.deadline_ns - now_ns
+            if may_put_off or job.patience_ns:
+                wait_ns = min(wait_ns, BREAKER_PROBE_NS)
             self._waiting += 1
             try:
-                self._changed.wait((job.deadline_ns - now_ns) / 1e9)
+                self._changed.wait(wait_ns / 1e9)
             finally:
                 self._waiting -= 1
 
@@ -239,6 +256,10 @@ class BlockingDriver:
         fileno = held.connection.fileno()
         poller.register(fileno, _EVENTS.get(want, select.POLLOUT))
         waiting[fileno] = (held, steps)
+
+
+class _PutOff(Exception):
+    """A job waits until the others of its round are through."""
 
 
 class _Held(NamedTuple):

@@ -20,7 +20,7 @@ from kvstore_client.namespace_handle import BoundNamespace
 from kvstore_client.options import ClientOptions, is_number, parse_flow, parse_transport
 from kvstore_client.process import ProcessState
 from kvstore_client.regions import allocate
-from kvstore_client.rounds import is_on_this_host, refresh_view, try_ways
+from kvstore_client.rounds import first_view, is_on_this_host, try_ways
 from kvstore_client.shm import SharedMemory
 from kvstore_client.shm_ways import Transport
 from kvstore_client.stats import Counters
@@ -110,7 +110,7 @@ class KVClient:
         """Asks for the view now. Raises Unavailable, DeadlineExceeded or Denied when no node gave it."""
         session = self.session()
         until_ns = time.monotonic_ns() + self.options.deadline_ns
-        failure: KVStoreError | None = session.driver.run(refresh_view(session.core, until_ns))
+        failure: KVStoreError | None = session.driver.run(first_view(session.core, until_ns))
         if failure is not None:
             raise failure
 

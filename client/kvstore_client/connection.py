@@ -51,6 +51,7 @@ class Connection:
     """A socket with its session. Owned by one call at a time; not thread-safe but for `interrupt`.
 
     Attributes:
+        asked_ns: When the call in progress began; see `has_heard`.
         blocking: True lets the kernel wait; False yields instead.
         connect_ns_max: How long opening it may take.
         deadline_ns: Monotonic; blocking waits end there with DeadlineExceeded.
@@ -81,6 +82,7 @@ class Connection:
         "_unread",
         "_waste",
         "_writer",
+        "asked_ns",
         "blocking",
         "connect_ns_max",
         "deadline_ns",
@@ -109,6 +111,7 @@ class Connection:
         self._pid = os.getpid()
         self._socket: socket.socket | None = None
         self._waste: memoryview | None = None
+        self.asked_ns = 0
         self.blocking = True
         self.connect_ns_max = CONNECT_NS_MAX
         self.deadline_ns = 0

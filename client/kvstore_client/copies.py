@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvstore.cluster.view import TargetId
 from kvstore.errors import StaleView, Unavailable
-from kvstore.limits import COPY_SILENCE_NS, DIGEST_BYTES, PLANS_PER_CALL_MAX
+from kvstore.limits import DIGEST_BYTES, LAST_SILENCE_NS, PLANS_PER_CALL_MAX
 from kvstore.types.content_id import content_id
 from kvstore.types.keys import KeyChain
 from kvstore.types.namespace import Namespace
@@ -64,6 +64,7 @@ class StoredItems:
         self._facts = ChainFacts.of(chain)
         self._kind = PartFacts.of(namespace.layout, part)
         self._sizes = [namespace.layout.record_bytes(one.shard, part=one.part) for one in sections]
+        self._bases = [sum(self._sizes[:at]) for at in range(len(sections))]
         self._copies: dict[int, dict[TargetId, OutgoingRecord]] = {}
         self._crcs: dict[int, dict[tuple[int, int], bytes]] = {}
         self._ids: dict[int, bytes] = {}
@@ -99,7 +100,7 @@ class StoredItems:
             part=kind.code,
             volatile_ttl_ns=kind.volatile_ttl_ns,
             region=region,
-            base_bytes=sum(self._sizes[:section]),
+            base_bytes=self._bases[section],
             length_bytes=region.length_bytes if len(self.sections) == 1 else self._sizes[section],
             block_bytes=kind.block_bytes,
             shared_crcs=None if is_one_of == 1 else self._crcs.setdefault(number, {}),
@@ -206,6 +207,6 @@ def _jobs(
             )
             job.is_first_word = bool(manifest.copies) and core.link(batch.target).is_news(items.namespace.digest)
             if copies is not None and max(copies.values()) > 1:
-                job.patience_ns = COPY_SILENCE_NS
+                job.patience_ns = LAST_SILENCE_NS
             jobs.append(job)
     return jobs

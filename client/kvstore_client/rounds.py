@@ -43,6 +43,7 @@ class Job:
     Attributes:
         deadline_ns: Monotonic; the connection waits until then.
         failure: Why it did not come to its end; None when it did, or has not run.
+        is_cut: Its patience ended before its time.
         is_stale: It failed on a connection that had served before, and nothing was heard: the node was restarted in
             between, so trying again at once on a fresh one says nothing about the node's health.
         retries_max: How often it may be repeated.
@@ -56,6 +57,7 @@ class Job:
         "deadline_ns",
         "failure",
         "flow",
+        "is_cut",
         "is_stale",
         "patience_ns",
         "retries_max",
@@ -69,6 +71,7 @@ class Job:
         self.deadline_ns = deadline_ns
         self.retries_max = retries_max
         self.failure: KVStoreError | None = None
+        self.is_cut = False
         self.is_stale = False
         self.started_ns = 0
         self.patience_ns = 0
@@ -95,11 +98,11 @@ def perform(link: TargetLink, job: Job, connection: Connection) -> Steps:
     """
     is_first, now_ns = not job.started_ns, time.monotonic_ns()
     job.failure = None
-    job.is_stale = False
+    job.is_stale = job.is_cut = False
     job.started_ns = now_ns
     heard_by_ns = min(job.deadline_ns, now_ns + job.patience_ns) if job.patience_ns else 0
     connection.wait_for_word(heard_by_ns, job.deadline_ns)
-    connection.has_heard = False
+    connection.has_heard, connection.asked_ns = False, now_ns
     is_probe = is_first and (link.breaker.state is not BreakerState.CLOSED or link.rests(connection.address))
     connection.connect_ns_max = BREAKER_PROBE_NS if is_probe else CONNECT_NS_MAX
     try:
@@ -118,6 +121,7 @@ def perform(link: TargetLink, job: Job, connection: Connection) -> Steps:
             connection.close()
         if is_late and heard_by_ns and time.monotonic_ns() < job.deadline_ns:
             job.patience_ns = 0
+            job.is_cut = True
             job.failure = Unavailable(f"target {link.id} at {connection.address} has said nothing yet: {error}")
     except BaseException:
         connection.close()
@@ -132,6 +136,8 @@ def settle(core: ClientCore, link: TargetLink, job: Job, connection: Connection,
     elif _breaks_way(job, connection) and link.leave_address(connection.address, now_ns):
         core.counters.connections_broken += 1
         job.is_stale = isinstance(failure, Unavailable)  # there is another way: at once, by that
+    elif job.is_cut and job.retries_max:
+        link.drop_idle()  # slow or dead? The next try begins with a HELLO, which a live node answers at once
     elif isinstance(failure, Unavailable | DeadlineExceeded) and is_silence(job, connection, now_ns):
         if link.breaker.silent(job.started_ns, now_ns):
             core.counters.breaker_opened += 1
@@ -248,6 +254,19 @@ def refresh_view(core: ClientCore, deadline_ns: int) -> Verb[KVStoreError | None
             has_answer = True
     core.has_asked_all()
     return None if has_answer else failure
+
+
+def first_view(core: ClientCore, deadline_ns: int) -> Verb[KVStoreError | None]:
+    """As `refresh_view`; asks again, with jitter, nodes that have too much to do: many may start at one moment."""
+    attempts = 0
+    while True:
+        failure = yield from refresh_view(core, deadline_ns)
+        attempts += 1
+        pause_ns = backoff_ns(attempts, random.random())
+        may_help = isinstance(failure, Overloaded) and attempts <= RETRIES_PER_CALL_MAX
+        if not may_help or time.monotonic_ns() + pause_ns >= deadline_ns:
+            return failure
+        yield pause_ns
 
 
 def is_on_this_host(core: ClientCore, deadline_ns: int) -> Verb[bool]:

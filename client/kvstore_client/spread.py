@@ -13,6 +13,7 @@ from kvstore.cluster.view import TargetId
 from kvstore.limits import (
     BREAKER_OPEN_NS_MIN,
     DIGEST_BYTES,
+    LAST_SILENCE_NS,
     PLACE_SILENCE_NS,
     PLANS_PER_CALL_MAX,
     READ_RETRIES_MAX,
@@ -201,9 +202,11 @@ class _PlannedRead:
             accept_pending=request.accept_pending,
         )
         job.retries_max = 0 if has_others else READ_RETRIES_MAX
+        left_ns = max(1, request.deadline_ns - time.monotonic_ns())
         if has_others:
-            left_ns = max(1, request.deadline_ns - time.monotonic_ns())
             job.patience_ns = min(PLACE_SILENCE_NS, -(-left_ns // 2))
+        elif left_ns > 2 * LAST_SILENCE_NS:
+            job.patience_ns = LAST_SILENCE_NS  # there is time to find out whether it lives, and to ask again
         return job
 
     def _run(self, jobs: Sequence[LoadJob]) -> Verb[None]:

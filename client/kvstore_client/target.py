@@ -155,6 +155,20 @@ class TargetLink:
         start = self._next_address % len(ways)
         return min((*ways[start:], *ways[:start]), key=used.count)
 
+    def silent_ns(self, now_ns: int) -> int:
+        """For how long every connection in use has heard nothing; 0 when one has, or there is room for another one."""
+        if len(self._in_use) < self._options.connections_per_target or any(one.has_heard for one in self._in_use):
+            return 0
+        return min(now_ns - one.asked_ns for one in self._in_use)
+
+    def check_word(self, job_patience_ns: int, now_ns: int) -> None:
+        """Raises Unavailable when those who wait for this target have waited longer than a job wants to."""
+        if job_patience_ns and self.silent_ns(now_ns) >= job_patience_ns:
+            raise Unavailable(
+                f"all {len(self._in_use)} connections to target {self.id} have heard nothing for "
+                f"{self.silent_ns(now_ns) // 1_000_000} ms; it is given up for now"
+            )
+
     def leave_address(self, address: str, now_ns: int) -> bool:
         """A connection by this address has failed: it is left alone for a while, if there is another one to go by.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvstore.cluster.view import TargetId
 from kvstore.errors import DeadlineExceeded, InvalidRequest
-from kvstore.limits import BATCH_ITEMS_MAX, COPY_SILENCE_NS, SECOND_NS, WRITER_TTL_NS
+from kvstore.limits import BATCH_ITEMS_MAX, LAST_SILENCE_NS, SECOND_NS, WRITER_TTL_NS
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import Exists, Refused, RefusedReason, Stored
@@ -131,7 +131,7 @@ def open_writer(
             ttl_ns=WRITER_TTL_NS if request.ttl is None else int(request.ttl * SECOND_NS),
         )
         if any(len(copy.record.copies) > 1 for copy in copies):
-            job.patience_ns = COPY_SILENCE_NS
+            job.patience_ns = LAST_SILENCE_NS
         jobs.append(job)
     if jobs:
         yield from attempt(core, jobs)

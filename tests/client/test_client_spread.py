@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from kvstore import limits
 from kvstore.errors import InvalidRequest
 from kvstore.limits import VIEW_OLDER_NS
 from kvstore.types.layout import KVLayout
@@ -78,6 +79,18 @@ def cluster(node):
     yield Nodes(made)
     for one in made[1:]:
         one.stop()
+
+
+@pytest.fixture
+def short_patience(monkeypatch) -> None:
+    """A tenth of the times after which a target is taken for dead."""
+    for name in (
+        "spread.LAST_SILENCE_NS",
+        "rounds.CONNECT_NS_MAX",
+        "rounds.BREAKER_SILENCE_NS",
+        "retry.BREAKER_SILENCE_NS",
+    ):
+        monkeypatch.setattr(f"kvstore_client.{name}", getattr(limits, name.partition(".")[2]) // 8)
 
 
 def read(ns) -> list[Hit | Miss]:
@@ -354,3 +367,57 @@ def test_all_rails_are_used(node) -> None:
         ports = [link.socket.getsockname()[1] for link in node.links]
         assert set(ports) == {node.port, other.getsockname()[1]}
     other.close()
+
+
+@pytest.mark.usefixtures("short_patience")
+def test_a_frozen_target_is_a_miss_before_the_deadline_and_a_slow_one_is_waited_for(cluster) -> None:
+    go_on = threading.Event()
+    with KVClient.connect(cluster.nodes[0].address, deadline=30) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+        kept = {key for _, key in cluster.nodes[1].records}
+        lost = {at for at in range(COUNT) if KEYS[at].digest in kept}
+        gets = []
+
+        def slow(link, frame) -> bool:
+            if frame.type is FrameType.GET:
+                gets.append(frame)
+                if len(gets) == 1:
+                    go_on.wait(60)
+            return False
+
+        def frozen(link, frame) -> bool:
+            go_on.wait(60)
+            return False
+
+        try:
+            cluster.nodes[1].script = slow
+            assert {type(one) for one in read(ns)} == {Hit}, "it answers a HELLO, so it is asked again"
+            assert client.stats()["breaker_opened"] == 0
+            cluster.nodes[1].script = frozen
+            results = read(ns)
+            assert {at for at, one in enumerate(results) if one == Miss(MissReason.UNAVAILABLE)} == lost
+            assert client.stats()["breaker_opened"] == 1
+        finally:
+            go_on.set()
+
+
+@pytest.mark.usefixtures("short_patience")
+def test_calls_that_wait_for_a_frozen_target_do_not_keep_others_from_live_ones(cluster) -> None:
+    with KVClient.connect(cluster.nodes[0].address, deadline=30) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+        kept = {key for _, key in cluster.nodes[0].records}  # the first in the order in which connections are taken
+        link = client.session().core.link("t0")
+        held = [link.take(client.options.flow, 0) for _ in range(client.options.connections_per_target)]
+        for one in held:
+            assert one is not None, "these are what calls hold that hear nothing"
+            one.asked_ns = time.monotonic_ns()
+        results = read(ns)
+        assert {at for at, one in enumerate(results) if one == Miss(MissReason.UNAVAILABLE)} == {
+            at for at in range(COUNT) if KEYS[at].digest in kept
+        }
+        for one in held:
+            assert one is not None
+            link.give_back(one, 0)
+        assert {type(one) for one in read(ns)} == {Hit}
