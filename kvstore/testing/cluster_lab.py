@@ -30,7 +30,7 @@ from kvstore.errors import KVStoreError
 from kvstore.limits import SECOND_NS
 from kvstore.server.grpc_edge.client import ControlClient
 from kvstore.testing.etcd_process import EtcdProcess
-from kvstore.testing.net_lab import NetLab, NetPlace
+from kvstore.testing.net_lab import MTU_BYTES, NetLab, NetPlace
 from kvstore.testing.serve_process import Ready, ServeProcess
 
 GRPC_PORT: Final = 7400
@@ -125,6 +125,7 @@ class ClusterLab:
         store: str = "etcd",
         etcd_members: int = 1,
         in_namespaces: bool = False,
+        mtu_bytes: int = MTU_BYTES,
         options: LabOptions | None = None,
     ) -> None:
         """Starts everything, and returns when each node serves (`wait_settled` waits for them to know each other).
@@ -133,6 +134,7 @@ class ClusterLab:
             nodes: How many (named n0, n1, ...), or their names.
             store: "etcd", or "file", which belongs to one node.
             in_namespaces: Give each node, and the etcd, a network of its own.
+            mtu_bytes: Of these networks.
 
         Raises:
             NamespacesUnavailable: `in_namespaces`, and this process may not make them.
@@ -147,7 +149,7 @@ class ClusterLab:
         self.etcd: EtcdProcess | None = None
         self.net: NetLab | None = None
         try:
-            self.net = self._stack.enter_context(NetLab()) if in_namespaces else None
+            self.net = self._stack.enter_context(NetLab(mtu_bytes=mtu_bytes)) if in_namespaces else None
             if store == "etcd":
                 self.etcd = self._stack.enter_context(self._start_etcd(etcd_members))
             for name in names:

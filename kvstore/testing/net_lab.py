@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+MTU_BYTES: Final = 1_500
 _WAIT_SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.01
 _SUBNETS: Final = 250
@@ -63,19 +64,21 @@ class NetLab:
         outside: Address of this process's own end, which clients outside of any place connect from.
     """
 
-    def __init__(self) -> None:
-        """Raises NamespacesUnavailable where this process is not root, or a program is missing."""
+    def __init__(self, *, mtu_bytes: int = MTU_BYTES) -> None:
+        """`mtu_bytes` is what a frame carries at most. Raises NamespacesUnavailable where this process is not root, or a program is missing."""
         if os.geteuid() != 0:
             raise NamespacesUnavailable(f"network namespaces need root, this is user {os.geteuid()}; run as root")
         self._places: dict[str, NetPlace] = {}
+        self._mtu = f"mtu {mtu_bytes}"
         self._hub = _hold()
         try:
             self._wire, subnet = self._join_outside()
             self._subnet = f"10.222.{subnet}"
             self.outside = f"{self._subnet}.1"
             _run(*self._inside(self._hub), "ip", "link", "add", "name", _BRIDGE, "type", "bridge")
-            self._hub_batch(f"link set dev {_BRIDGE} up", f"link set dev {self._wire} master {_BRIDGE} up")
-            _batch((), f"addr add {self.outside}/24 dev {self._wire}", f"link set dev {self._wire} up")
+            self._hub_batch(f"link set dev {_BRIDGE} up")
+            self._hub_batch(f"link set dev {self._wire} {self._mtu} master {_BRIDGE} up")
+            _batch((), f"addr add {self.outside}/24 dev {self._wire}", f"link set dev {self._wire} {self._mtu} up")
         except BaseException:
             self.close()
             raise
@@ -89,8 +92,8 @@ class NetLab:
         place = NetPlace(name=name, address=f"{self._subnet}.{_FIRST_HOST + len(self._places)}", holder=_hold())
         self._places[name] = place
         self._hub_batch(f"link add name {name} type veth peer name eth0 netns {place.holder.pid}")
-        self._hub_batch(f"link set dev {name} master {_BRIDGE} up")
-        _batch(place.prefix, "link set lo up", f"addr add {place.address}/24 dev eth0", "link set eth0 up")
+        self._hub_batch(f"link set dev {name} {self._mtu} master {_BRIDGE} up")
+        _batch(place.prefix, "link set lo up", f"addr add {place.address}/24 dev eth0", f"link set eth0 {self._mtu} up")
         return place
 
     def block(self, place: NetPlace, addresses: Iterable[str]) -> None:
@@ -113,11 +116,9 @@ class NetLab:
 
     def limit(self, place: NetPlace, *, bytes_per_s: int) -> None:
         """What a place sends passes at this rate at most, as through a slow network card."""
-        burst_bytes = max(2 * _FRAME_BYTES_MAX, bytes_per_s // 100)
+        burst_bytes = max(8 * _FRAME_BYTES_MAX, bytes_per_s // 100)
         shape = ("rate", f"{bytes_per_s * 8}bit", "burst", f"{burst_bytes}b", "latency", "200ms")
-        _run(*place.prefix, "tc", "qdisc", "replace", "dev", "eth0", "root", "handle", "1:", "tbf", *shape)
-        # a queue for each connection: else those that send much keep out the first packets of new ones
-        _run(*place.prefix, "tc", "qdisc", "replace", "dev", "eth0", "parent", "1:1", "fq_codel")
+        _run(*place.prefix, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *shape)
 
     def close(self) -> None:
         """Takes everything away. Idempotent."""

@@ -33,11 +33,12 @@ from kvstore_client import KVClient
 TARGET_COUNTS: Final = (1, 2, 4, 8)
 LOOKUP_TARGETS: Final = (1, 4, 16)
 LOOKUP_KEYS: Final = 2_000
-RATE_BYTES_S: Final = 30_000_000
+RATE_BYTES_S: Final = 16_000_000
 _CLIENTS: Final = 4
 _READERS: Final = 16
-_BATCH_CHUNKS: Final = 64
+_BATCH_CHUNKS: Final = 16  # of a call, for each target: little, so that the last call of a stretch counts little
 _SETTLE_SECONDS: Final = 0.5
+_MTU_BYTES: Final = 9_000
 _SEED: Final = 3
 _CHUNK_BYTES: Final = 64 * KiB
 _SENDER_PORT: Final = 5_000
@@ -75,7 +76,7 @@ def throughput(*, quick: bool, folder: Path) -> Iterator[Row]:
         lab_folder = folder / f"throughput-{count}"
         lab_folder.mkdir()
         options = LabOptions(capacity="256MiB", cache="192MiB", staging="64MiB")
-        with ClusterLab(lab_folder, nodes=count, in_namespaces=True, options=options) as lab:
+        with ClusterLab(lab_folder, nodes=count, in_namespaces=True, options=options, mtu_bytes=_MTU_BYTES) as lab:
             lab.wait_settled()
             yield _throughput(lab, count, effort)
 
@@ -130,7 +131,7 @@ def _throughput(lab: ClusterLab, count: int, effort: Effort) -> Row:
             lab.net.limit(node.place, bytes_per_s=RATE_BYTES_S)
 
         def ours() -> Sample:
-            with Readers(clients, chains) as readers:
+            with Readers(clients, chains, batch_chunks=_BATCH_CHUNKS * count) as readers:
                 readers.sample(lab, _SETTLE_SECONDS)
                 return readers.sample(lab, effort.seconds)
 
@@ -158,10 +159,11 @@ def _throughput(lab: ClusterLab, count: int, effort: Effort) -> Row:
 class Readers:
     """Threads that each load pieces of a chain again and again, through a few clients. A context manager."""
 
-    def __init__(self, clients: Sequence[KVClient], chains: Chains) -> None:
+    def __init__(self, clients: Sequence[KVClient], chains: Chains, *, batch_chunks: int) -> None:
+        self._batch_chunks = batch_chunks
         self._namespaces = [client.namespace(chains.namespace) for client in clients]
         (self._chain,) = chains.keys
-        self._areas = [touched(_BATCH_CHUNKS * _CHUNK_BYTES) for _ in range(_READERS)]
+        self._areas = [touched(batch_chunks * _CHUNK_BYTES) for _ in range(_READERS)]
         self._done: list[int] = []
         self._failures: list[BaseException] = []
         self._end = threading.Event()
@@ -201,8 +203,8 @@ class Readers:
         buffers = [area[first : first + _CHUNK_BYTES] for first in range(0, len(area), _CHUNK_BYTES)]
         try:
             while not self._end.is_set():
-                first = draw.randrange(len(self._chain) - _BATCH_CHUNKS)
-                outcomes = namespace.get_into(self._chain[first : first + _BATCH_CHUNKS], buffers)
+                first = draw.randrange(len(self._chain) - self._batch_chunks)
+                outcomes = namespace.get_into(self._chain[first : first + self._batch_chunks], buffers)
                 if not all(isinstance(one, Hit) for one in outcomes):
                     raise RuntimeError(
                         f"a chunk was not there: {[one for one in outcomes if not isinstance(one, Hit)]}"
