@@ -209,6 +209,7 @@ PULL_WINDOW_BYTES: Final = 8 * MiB  # of one batch that are on their way at a ti
 PULL_SOURCES_MAX: Final = 4  # batches under way, each from another source
 PULL_GET_NS: Final = 60 * SECOND_NS  # for one window
 PULL_CLOSED_NS: Final = 1 * SECOND_NS  # how soon a node that took nothing new looks whether it may again
+PULL_STALL_NS: Final = 120 * SECOND_NS  # without any progress of a batch: longer than a window may take
 PULL_BURST_BYTES: Final = 8 * MiB  # of the byte budget
 PULL_BYTES_SECOND_DEFAULT: Final = 64 * MiB
 REPAIR_WINDOW_NS: Final = 25 * 3600 * SECOND_NS  # for which deletes are remembered: a while longer than DOWN_KEEP_NS
@@ -228,7 +229,7 @@ WALK_BATCH_RECORDS: Final = 64  # headers read side by side
 PEERS_MAX: Final = 64  # connections of one worker to others
 PEER_LOOKUPS_MAX: Final = 4  # host names of others that are looked up at a time, each in a thread
 PEER_CONNECT_NS: Final = 2 * SECOND_NS  # TCP connect and HELLO
-PEER_CALL_NS: Final = 10 * SECOND_NS  # silence of another worker in the middle of a call
+PEER_CALL_NS: Final = 30 * SECOND_NS  # silence of another worker in the middle of a call
 PEER_IDLE_NS: Final = 30 * SECOND_NS
 PREVIOUS_PLACEMENTS_MAX: Final = 4  # each is one more place where a lookup may have to ask
 PREVIOUS_KEEP_NS_DEFAULT: Final = 3600 * SECOND_NS
@@ -368,6 +369,7 @@ assert PARCEL_BYTES_FIRST <= PARCEL_BYTES_MAX
 assert INTEGRATION_STAGING_BYTES >= PAYLOAD_BYTES_MAX, "an integration stages at least one chunk"
 assert PAYLOAD_BYTES_MAX <= SEGMENT_BYTES_MAX
 assert PULL_BATCH_RECORDS <= HEADS_ITEMS_MAX
+assert PULL_STALL_NS > PULL_GET_NS > PEER_CALL_NS
 assert LOG_SHARE_COMMITS + LOG_SHARE_MANIFESTS + LOG_SHARE_GRAVES + LOG_SHARE_TOMBSTONES + LOG_SHARE_BATCH <= 1
 assert REPAIR_WINDOW_NS >= DOWN_KEEP_NS, "who comes back hears of every delete, unless it has left the view"
 assert CHECKSUM_BYTES_MIN % PAGE_BYTES == 0

@@ -77,17 +77,13 @@ class Graves:
                 return
             del self._graves[oldest]
 
-    def of(self, namespace: int, tick: int) -> list[tuple[bytes, int]]:
-        """Index keys of a namespace's graves, and how long ago each was dug, in ns."""
-        return [
-            (key16, max(tick - grave.tick, 0) * ACCESS_TICK_NS)
-            for key16, grave in self._graves.items()
-            if grave.namespace == namespace and grave.tick + _WINDOW_TICKS > tick
-        ]
-
-    def namespaces(self) -> set[int]:
-        """Ids of the namespaces that have any."""
-        return {grave.namespace for grave in self._graves.values()}
+    def by_namespace(self, tick: int) -> dict[int, list[tuple[bytes, int]]]:
+        """By id of the namespace the index keys of its graves, and how long ago each was dug, in ns."""
+        found: dict[int, list[tuple[bytes, int]]] = {}
+        for key16, grave in self._graves.items():
+            if grave.tick + _WINDOW_TICKS > tick:
+                found.setdefault(grave.namespace, []).append((key16, max(tick - grave.tick, 0) * ACCESS_TICK_NS))
+        return found
 
     def log_records(self) -> Iterator[bytes]:
         """Everything, as log records for a checkpoint."""

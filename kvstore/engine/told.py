@@ -32,14 +32,14 @@ class News:
 
 def news_of(engine: DriveEngine) -> list[News]:
     """What somebody who was away should hear: namespaces that were dropped ever, and deletes."""
-    graves, tick = engine.store.ledger.graves, engine.store.ledger.tick
-    buried = graves.namespaces()
+    ledger = engine.store.ledger
+    graves = ledger.graves.by_namespace(ledger.tick)
     news = []
     for known in list(engine.store.namespaces):
         ref = known.ref
-        if ref.generation == 1 and ref.id not in buried:
+        found = graves.get(ref.id, [])
+        if ref.generation == 1 and not found:
             continue
-        found = graves.of(ref.id, tick) if ref.id in buried else []
         news.append(
             News(
                 digest=ref.digest,

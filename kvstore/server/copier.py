@@ -13,8 +13,8 @@ from kvstore.engine.api import Engine, NamespaceRef
 from kvstore.engine.engine import DriveEngine
 from kvstore.engine.heads import Head
 from kvstore.engine.told import delete_by_prefix, raise_generation, was_deleted
-from kvstore.errors import KVStoreError
-from kvstore.limits import DIGEST_BYTES, PULL_BURST_BYTES, PULL_CLOSED_NS, PULL_SOURCES_MAX
+from kvstore.errors import DeadlineExceeded, KVStoreError
+from kvstore.limits import DIGEST_BYTES, PULL_BURST_BYTES, PULL_CLOSED_NS, PULL_SOURCES_MAX, PULL_STALL_NS, SECOND_NS
 from kvstore.server.loop import Loop
 from kvstore.server.peer import Greeting, PeerCall
 from kvstore.server.peers import Peers
@@ -124,6 +124,8 @@ class Copier:
     def poll(self, now_ns: int) -> None:
         """Go on with what may go on."""
         self._peers.expire(now_ns)
+        for fetch in [fetch for fetch in self._fetches.values() if _has_stalled(fetch, now_ns)]:
+            fetch.failed(DeadlineExceeded(f"a batch made no progress for {PULL_STALL_NS // SECOND_NS} s"))
         self._teller.poll(now_ns)
         self.spreader.poll(now_ns)
         if self._takes_records and self._budget.ready(now_ns):
@@ -137,6 +139,7 @@ class Copier:
 
     def _next_ns(self, now_ns: int) -> int:
         times = [self._peers.next_timer_ns(), self._teller.due_ns, self.spreader.due_ns]
+        times += [fetch.progress_ns + PULL_STALL_NS + 1 for fetch in self._fetches.values() if not fetch.waits]
         waits = any(fetch.waits for fetch in self._fetches.values())
         if not self._takes_records:
             return min([now_ns + PULL_CLOSED_NS, *(at for at in times if at is not None)])
@@ -170,8 +173,8 @@ class Copier:
             return False
         source = self._readable(batch.source)
         if source is None:
-            self.queue.failed(batch, now_ns)
-            self.ended(PullEnd.GIVEN_UP, self.queue.give_up(batch.source))
+            lost = self.queue.failed(batch, now_ns) + self.queue.give_up(batch.source)
+            self.ended(PullEnd.GIVEN_UP, lost)
             return True
         fetch = Fetch(self, source, batch, client_id=self._client_id, on_end=self._fetch_ended)
         self._fetches[batch.source] = fetch
@@ -336,6 +339,11 @@ def _countdown(count: int, on_last: Callable[[], None]) -> Callable[[], None]:
             on_last()
 
     return one
+
+
+def _has_stalled(fetch: Fetch, now_ns: int) -> bool:
+    """Whether a batch waits for what may never come, such as the log of a drive that fails."""
+    return not fetch.waits and now_ns - fetch.progress_ns > PULL_STALL_NS
 
 
 def _is_missing(one: Head | MissReason) -> bool:

@@ -116,7 +116,10 @@ class Peers:
             return
         self._peers[target.data] = peer
         for call in calls:
-            peer.ask(call)
+            if peer.is_closed:
+                call.failed(Closed(f"the connection to {peer.name} is closed"))
+            else:
+                peer.ask(call)
 
     def _looked_up(self, address: str, found: Found | None) -> None:
         waiting = self._waiting.pop(address, None)

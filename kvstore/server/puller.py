@@ -122,6 +122,7 @@ class Fetch:
 
     Attributes:
         waits: it has come to a point where the byte budget is to be asked before `go_on`.
+        progress_ns: when something happened last.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Fetch:
     ) -> None:
         self.batch = batch
         self.waits = False
+        self.progress_ns = home.now_ns
         self._home = home
         self._source = source
         self._client_id = client_id
@@ -232,6 +234,7 @@ class Fetch:
     def go_on(self) -> None:
         """The budget allows another window."""
         self.waits = False
+        self.progress_ns = self._home.now_ns
         namespace = self._namespace
         assert namespace is not None, "a window has records, and they a namespace"
         total = 0
@@ -305,6 +308,7 @@ class Fetch:
         if not frame.payload_bytes:
             self.place(frame)  # nobody has asked where it belongs
         self._home.moved(frame.payload_bytes)
+        self.progress_ns = self._home.now_ns
         for one in frame.slices:
             if one.status:
                 continue

@@ -167,7 +167,10 @@ class PullQueue:
             (batch.namespace, key, tries) for key, tries in reversed(list(zip(batch.keys, batch.tries, strict=True)))
         )
         held.again_ns = now_ns + min(PULL_BACKOFF_NS_MIN << (held.failures - 1), PULL_BACKOFF_NS_MAX)
-        return self.give_up(batch.source) if held.failures >= PULL_FAILURES_MAX else 0
+        if held.failures < PULL_FAILURES_MAX:
+            return 0
+        held.failures = 0  # whoever names it again finds it no worse than before, behind the pause
+        return self.give_up(batch.source)
 
     def give_up(self, source: TargetId) -> int:
         """Forget all that waits for a source; answers how many records that were."""

@@ -74,7 +74,7 @@ class SpreadHost(Protocol):
         """The engine has work, and `poll` is to be called."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Group:
     """Records of one namespace that one worker should have. `told`: it has taken them into its queue, or holds them."""
 

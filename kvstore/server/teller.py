@@ -37,7 +37,7 @@ class TellingHost(Protocol):
         """`poll` is to be called."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Listener:
     """A worker that has not heard all. `left` is what it is told next; `ids` are its targets."""
 
@@ -76,8 +76,12 @@ class Teller:
 
     def poll(self, now_ns: int) -> None:
         """Tell whom it is time to tell."""
-        for one in [one for one in self._listeners if one.due_ns <= now_ns]:
-            one.left = iter([forget for drive in self._drives for news in news_of(drive) for forget in _said(news)])
+        due = [one for one in self._listeners if one.due_ns <= now_ns]
+        if not due:
+            return
+        forgets = [forget for drive in self._drives for news in news_of(drive) for forget in _said(news)]
+        for one in due:
+            one.left = iter(forgets)
             self._next(one)
 
     def _next(self, one: _Listener) -> None:
