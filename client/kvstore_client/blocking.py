@@ -222,13 +222,17 @@ class BlockingDriver:
                 self._go_on(poller, waiting, held, steps)
             while waiting:
                 first_ns = min(held.connection.deadline_ns for held, _ in waiting.values())
+                looked_ns = time.monotonic_ns()
                 for fileno, _ in poller.poll(_wait_ms(first_ns)):
                     held, steps = waiting.pop(fileno)
                     poller.unregister(fileno)
                     self._go_on(poller, waiting, held, steps)
                 now_ns = time.monotonic_ns()
                 for fileno, (held, steps) in list(waiting.items()):
-                    if held.connection.deadline_ns <= now_ns:
+                    # a thread that had no core for a while must not take its own silence for the node's: who has said
+                    # nothing yet is late only if nothing was there when we looked after its time
+                    until_ns = now_ns if held.connection.has_heard else looked_ns
+                    if held.connection.deadline_ns <= until_ns:
                         del waiting[fileno]
                         poller.unregister(fileno)
                         self._go_on(poller, waiting, held, steps, late=True)

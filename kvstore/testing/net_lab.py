@@ -65,7 +65,11 @@ class NetLab:
     """
 
     def __init__(self, *, mtu_bytes: int = MTU_BYTES) -> None:
-        """`mtu_bytes` is what a frame carries at most. Raises NamespacesUnavailable where this process is not root, or a program is missing."""
+        """`mtu_bytes` is what a frame carries at most.
+
+        Raises:
+            NamespacesUnavailable: This process is not root, or a program is missing.
+        """
         if os.geteuid() != 0:
             raise NamespacesUnavailable(f"network namespaces need root, this is user {os.geteuid()}; run as root")
         self._places: dict[str, NetPlace] = {}
