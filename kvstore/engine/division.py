@@ -26,6 +26,8 @@ _RECORD_PAGES_MAX: Final = SLICE_BYTES_MAX // PAGE_BYTES + 1
 _RUN_PAGES_MAX: Final = READ_COALESCE_BYTES // PAGE_BYTES
 _PAYLOAD_PAGES_MAX: Final = PARCEL_BYTES_MAX // PAGE_BYTES
 _PAYLOAD_PAGES_FIRST: Final = PARCEL_BYTES_FIRST // PAGE_BYTES
+_SHORT_PAGES: Final = 2 * _PAYLOAD_PAGES_MAX
+"""Of a request up to about so long the first parcel is shorter."""
 
 Starts = list[tuple[int, int, int]]
 """Where runs begin, each read with one operation: (number among the wants, byte in memory, place on the drive)."""
@@ -43,14 +45,15 @@ class Cut(NamedTuple):
 def divide(wants: Sequence[tuple[int, int]], at: int) -> Cut | None:
     """The next parcel, from want number `at` on; None when that record is too long for one.
 
-    The first one is shorter, so that something can be sent while the rest is being read.
+    The first one of a short request is shorter, so that something can be sent while the rest is being read; where more
+    parcels follow, that is so anyway, and a frame more is only a cost.
 
     Args:
         wants: (location, index), in order of place, none twice.
     """
     starts: Starts = []
-    # each record has a page of header at least
-    most = (_PAYLOAD_PAGES_MAX if at else _PAYLOAD_PAGES_FIRST) + 1
+    is_short = not at and len(wants) * (wants[0][0] >> DEPTH_BITS & _PAGES_MASK) <= _SHORT_PAGES
+    most = (_PAYLOAD_PAGES_FIRST if is_short else _PAYLOAD_PAGES_MAX) + 1  # each record has a page of header at least
     pages = run_from = number = 0
     next_place = -1
     for location, _ in wants[at : at + SLICES_PER_FRAME_MAX]:
