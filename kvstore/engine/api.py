@@ -247,8 +247,11 @@ class PutParcel(Protocol):
     def arrived(self, index: int, offset: int, length_bytes: int, crcs: bytes) -> None:
         """As `PutTicket.arrived`; `index` is the record's among the columns."""
 
-    def came(self, index: int, tables: bytes, count: int) -> None:
-        """All bytes of `count` records from `index` on are there, and `tables` are their CRC tables."""
+    def came(self, index: int, tables: bytes, count: int, *, are_good: bool) -> None:
+        """All bytes of `count` records from `index` on are there, and `tables` are their CRC tables.
+
+        `are_good`: the caller has checked them, and they are right; else they are checked now.
+        """
 
     def whole(self) -> list[bool]:
         """Which of its records have come whole."""

@@ -141,9 +141,12 @@ class GrantedParcel(Append):
             self._arrivals[at] = arrival
         arrival.arrived(offset, length_bytes, crcs)
 
-    def came(self, index: int, tables: bytes, count: int) -> None:
+    def came(self, index: int, tables: bytes, count: int, *, are_good: bool) -> None:
         """See `api.PutParcel.came`."""
         if self.ended:
+            return
+        if are_good and count == 1:
+            self._good[index - self.first] = tables
             return
         block_bytes, length = self.columns.block_bytes, self.columns.payload_bytes
         at = index - self.first
@@ -152,7 +155,7 @@ class GrantedParcel(Append):
         for place in range(at, at + count):
             table = tables[start : start + step]
             start += step
-            if crcs_match(self.buffers[place], block_bytes, table):
+            if are_good or crcs_match(self.buffers[place], block_bytes, table):
                 self._good[place] = table
             else:
                 self.arrived(self.first + place, 0, length, table)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _FIRST_ITEMS: Final = 4
+_LATE_WAVES: Final = 2  # how often a parcel of which more has come meanwhile is waited for once more
 
 
 class PutCall(Call):
@@ -195,7 +196,7 @@ class PutCall(Call):
                 self._commit_parcel(parcel)
                 connection.wake_engine()
             elif parcel.missing == parcel.count - 1:
-                connection.gather(partial(self._commit_late, parcel))
+                self._gather_parcel(parcel, _LATE_WAVES)
             return
         wave = self._wave
         wave.append(item)
@@ -210,7 +211,7 @@ class PutCall(Call):
         if wave_number == self._wave_number:
             self._hand_over()
 
-    def came(self, items: Sequence[int], tables: bytes) -> None:
+    def came(self, items: Sequence[int], tables: bytes, *, are_good: bool) -> None:
         """All bytes of items in parcels are in their buffers, with these CRC tables."""
         connection = self.connection
         count = len(items)
@@ -221,18 +222,26 @@ class PutCall(Call):
             first = items[at]
             parcel = self._parcels[first]
             some = min(count - at, parcel.first + parcel.count - first)
-            parcel.came(first, tables[at * step : (at + some) * step] if some < count else tables, some)
+            parcel.came(
+                first, tables[at * step : (at + some) * step] if some < count else tables, some, are_good=are_good
+            )
             at += some
             parcel.missing -= some
             if not parcel.missing:
                 self._commit_parcel(parcel)
                 connection.wake_engine()
             elif parcel.missing + some == parcel.count:
-                connection.gather(partial(self._commit_late, parcel))
+                self._gather_parcel(parcel, _LATE_WAVES)
 
-    def _commit_late(self, parcel: PutParcel) -> None:
-        """The rest of a parcel did not come soon enough: what is whole goes on without it."""
+    def _gather_parcel(self, parcel: PutParcel, waves_left: int) -> None:
+        self.connection.gather(partial(self._commit_late, parcel, parcel.missing, waves_left))
+
+    def _commit_late(self, parcel: PutParcel, missing_before: int, waves_left: int) -> None:
+        """Where the rest of a parcel does not come soon enough, what is whole goes on without it."""
         if self.over or self._parcels.get(parcel.first) is not parcel:
+            return
+        if waves_left and parcel.missing < missing_before:
+            self._gather_parcel(parcel, waves_left - 1)
             return
         self._commit_whole(parcel)
         self.connection.wake_engine()

@@ -91,7 +91,7 @@ class Fetched:
         """An item is complete."""
         self.items.append(item)
 
-    def came(self, items: Sequence[int], tables: bytes) -> None:
+    def came(self, items: Sequence[int], tables: bytes, *, are_good: bool) -> None:
         """Items are complete."""
         self.items += items
         self.tables += tables

@@ -74,10 +74,10 @@ class FetchEvents(Protocol):
     def fetched(self, item: int) -> None:
         """All bytes of a landing are there."""
 
-    def came(self, items: Sequence[int], tables: bytes) -> None:
+    def came(self, items: Sequence[int], tables: bytes, *, are_good: bool) -> None:
         """All bytes of these landings, of one shape, are there, and their CRC tables are `tables`, one after the other.
 
-        What `arrived` and `fetched` say, for several.
+        What `arrived` and `fetched` say, for several. `are_good`: the bytes have been checked already, and are right.
         """
 
 

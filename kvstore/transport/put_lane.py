@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.limits import FRAME_AIM_BYTES, SLICE_BYTES_MAX, SLICES_PER_FRAME_MAX
+from kvstore.limits import FRAME_AIM_BYTES, SLICE_BYTES_MAX, SLICES_PER_FRAME_MAX, KiB
 from kvstore.transport.base import FetchEvents, Landing
-from kvstore.types.checksum import crc32c
+from kvstore.types.checksum import crc32c, crcs_match
 from kvstore.wire.frames import Frame, FrameReader
 from kvstore.wire.header import HEADER_BYTES, MAGIC, VERSION, FrameType
 from kvstore.wire.slices import DESCRIPTOR_BYTES, FLAG_LAST, NO_CONTENT_ID, encode_fields
@@ -22,6 +22,8 @@ from kvstore.wire.slices import DESCRIPTOR_BYTES, FLAG_LAST, NO_CONTENT_ID, enco
 _START: Final = struct.Struct("<2sBBIII")  # of a header: up to the length of the payload; epoch, flags and CRC follow
 _FLAGS_AT: Final = 24
 _CRC_AT: Final = HEADER_BYTES - 4
+_CHECKED_AT_ONCE_BYTES: Final = 256 * KiB
+"""So much of a record with a frame of its own is received before it is checked, as a client does when it reads."""
 
 
 class PutLane:
@@ -29,23 +31,30 @@ class PutLane:
 
     Attributes:
         received_bytes: so far, to see that the client sends.
+        expected_bytes: of frames, that have not come.
     """
 
     __slots__ = (
-        "_at",
         "_block_bytes",
         "_body",
+        "_checked_bytes",
+        "_crc",
         "_frame",
         "_groups",
+        "_has_one_word",
         "_head",
         "_head_bytes",
+        "_is_alone",
+        "_is_good",
+        "_left_bytes",
         "_per_frame",
         "_record_bytes",
         "_request_id",
         "_rest",
         "_start",
+        "_step_bytes",
         "_table_bytes",
-        "left_bytes",
+        "expected_bytes",
         "received_bytes",
     )
 
@@ -59,16 +68,24 @@ class PutLane:
         self._record_bytes = record_bytes
         self._block_bytes = block_bytes
         self._table_bytes = 4 * -(-record_bytes // block_bytes)
-        self._per_frame = max(1, min(FRAME_AIM_BYTES // record_bytes, SLICES_PER_FRAME_MAX))
-        self._head = bytearray(HEADER_BYTES + self._per_frame * (DESCRIPTOR_BYTES + self._table_bytes))
+        self._per_frame = _per_frame(record_bytes)
+        # a record with a frame of its own is checked by what each call has received, while the CPU's cache still has it
+        self._is_alone = self._per_frame == 1
+        self._has_one_word = self._is_alone and record_bytes <= block_bytes
+        blocks = 1 if self._has_one_word else block_bytes
+        self._step_bytes = max(_CHECKED_AT_ONCE_BYTES // blocks, 1) * blocks
+        self._crc = 0  # of its one block, so far
+        self._checked_bytes = 0  # of its whole blocks
+        self._is_good = True
+        self._head = memoryview(bytearray(HEADER_BYTES + self._per_frame * (DESCRIPTOR_BYTES + self._table_bytes)))
         self._groups: deque[deque[Landing]] = deque()
         self._frame: list[Landing] = []  # whose frame is on its way
         self._rest: list[memoryview] = []  # where the rest of it belongs
-        self._at = 0  # bytes of it that have come
+        self._left_bytes = 0  # of it
         self._head_bytes = 0
         self._start = b""  # of its header
         self._body = b""  # its descriptors
-        self.left_bytes = 0  # of it
+        self.expected_bytes = 0
         self.received_bytes = 0
 
     @staticmethod
@@ -78,6 +95,10 @@ class PutLane:
 
     def expect(self, landings: Sequence[Landing]) -> None:
         """One GRANT names these."""
+        count = len(landings)
+        frames = -(-count // self._per_frame)
+        a_record = DESCRIPTOR_BYTES + self._table_bytes + self._record_bytes
+        self.expected_bytes += frames * HEADER_BYTES + count * a_record
         self._groups.append(deque(landings))
         if not self._frame:
             self._next_frame()
@@ -89,69 +110,114 @@ class PutLane:
 
     @property
     def rest(self) -> list[memoryview]:
-        """Where the next bytes of the stream belong."""
-        return self._rest
+        """Where the next bytes of the stream belong, as many as one call should receive."""
+        rest = self._rest
+        return [*rest[:-1], rest[-1][: self._step_bytes]] if self._is_alone else rest
 
     def advance(self, count: int, events: FetchEvents) -> bool:
         """So many bytes have come into `rest`. False when they are not what was expected: `take_apart` then."""
         self.received_bytes += count
-        at = self._at = self._at + count
-        left = self.left_bytes = self.left_bytes - count
+        self.expected_bytes -= count
+        left = self._left_bytes = self._left_bytes - count
+        rest = self._rest
+        if self._is_alone:
+            came = count - len(rest[0]) if len(rest) > 1 else count
+            if came >= 0:
+                payload = rest[-1]
+                self._rest = [payload[came:]]
+                if self._has_one_word:
+                    self._crc = crc32c(payload[:came], self._crc)
+                else:
+                    self._check_to(self._record_bytes - left)
+            else:
+                self._rest = [rest[0][count:], rest[1]]
+        elif left:
+            self._rest = _behind(rest, count)
         if left:
-            self._rest = _behind(self._rest, count)
-            return at < HEADER_BYTES or self._starts_well()
-        words_at = HEADER_BYTES + len(self._body)
-        head = self._head
+            came = self._head_bytes + len(self._frame) * self._record_bytes - left
+            return came < HEADER_BYTES or came - count >= HEADER_BYTES or self._starts_well()
+        head, body = self._head[: self._head_bytes], self._body
+        words_at = HEADER_BYTES + len(body)
         if (
             not self._starts_well()
-            or head[HEADER_BYTES:words_at] != self._body
-            or crc32c(memoryview(head)[HEADER_BYTES : self._head_bytes], crc32c(memoryview(head)[:_CRC_AT]))
-            != int.from_bytes(head[_CRC_AT:HEADER_BYTES], "little")
+            or head[HEADER_BYTES:words_at] != body
+            or crc32c(head[HEADER_BYTES:], crc32c(head[:_CRC_AT], 0)).to_bytes(4, "little")
+            != head[_CRC_AT:HEADER_BYTES]
         ):
             return False
-        came, self._frame = self._frame, []
-        tables = bytes(memoryview(head)[words_at : self._head_bytes])
+        items = [landing.item for landing in self._frame]
+        tables = bytes(head[words_at:])
+        are_good = self._is_alone and self._is_good
+        if self._has_one_word:
+            are_good = self._crc.to_bytes(4, "little") == tables
         self._next_frame()
-        events.came([landing.item for landing in came], tables)
+        events.came(items, tables, are_good=are_good)
         return True
+
+    def _check_to(self, end: int) -> None:
+        """The record's bytes are there up to `end`: check the blocks that are whole now, by the words in its header."""
+        start, block = self._checked_bytes, self._block_bytes
+        if end < self._record_bytes:
+            end -= end % block
+        if end > start:
+            words_at = HEADER_BYTES + DESCRIPTOR_BYTES
+            words = self._head[words_at + start // block * 4 : words_at + -(-end // block) * 4]
+            if not crcs_match(self._frame[0].buffer[start:end], block, words):
+                self._is_good = False
+            self._checked_bytes = end
 
     def take_apart(self) -> tuple[bytes, list[Landing]]:
         """What has come of the frame in progress, and where all that has not come whole belongs. The lane is spent."""
         payload = [landing.buffer for landing in self._frame]
-        whole = b"".join([bytes(memoryview(self._head)[: self._head_bytes]), *payload])[: self._at]
+        came = self._head_bytes + len(self._frame) * self._record_bytes - self._left_bytes if self._frame else 0
+        whole = b"".join([self._head[: self._head_bytes], *payload])[:came]
         landings = [*self._frame, *(landing for group in self._groups for landing in group)]
-        self._frame, self._rest, self._at, self.left_bytes = [], [], 0, 0
+        self._frame, self._rest, self._left_bytes = [], [], 0
         self._groups.clear()
         return whole, landings
 
     def _starts_well(self) -> bool:
         head = self._head
-        return head[: len(self._start)] == self._start and head[_FLAGS_AT:_CRC_AT] == len(self._frame).to_bytes(
-            4, "little"
-        )
+        return head[: _START.size] == self._start and head[_FLAGS_AT:_CRC_AT] == len(self._frame).to_bytes(4, "little")
 
     def _next_frame(self) -> None:
         """What the client sends next: small records share a frame, as `FRAME_AIM_BYTES` says."""
-        self._at = 0
+        self._crc = self._checked_bytes = 0
+        self._is_good = True
         groups = self._groups
         while groups and not groups[0]:
             groups.popleft()
         if not groups:
-            self._frame, self._rest, self.left_bytes = [], [], 0
+            self._frame, self._rest, self._left_bytes = [], [], 0
             return
         group = groups[0]
-        frame = self._frame = [group.popleft() for _ in range(min(self._per_frame, len(group)))]
-        count, length, block = len(frame), self._record_bytes, self._block_bytes
+        length = self._record_bytes
+        if self._is_alone:
+            landing = group.popleft()
+            if self._body:
+                self._body = landing.item.to_bytes(4, "little") + self._body[4:]
+                self._frame = [landing]
+                self._rest = [self._head, landing.buffer]
+                self._left_bytes = self._head_bytes + length
+                return
+            frame = [landing]
+        else:
+            frame = [group.popleft() for _ in range(min(self._per_frame, len(group)))]
+        self._frame = frame
+        count, words = len(frame), self._table_bytes >> 2
         fields: list[int | bytes] = []
-        words = self._table_bytes >> 2
         for landing in frame:
-            fields += (landing.item, 0, length, 0, FLAG_LAST, words, NO_CONTENT_ID, length, block)
+            fields += (landing.item, 0, length, 0, FLAG_LAST, words, NO_CONTENT_ID, length, self._block_bytes)
         self._body = encode_fields(fields, (b"",) * count)  # the words stand behind it
         body_bytes = count * (DESCRIPTOR_BYTES + self._table_bytes)
         self._head_bytes = HEADER_BYTES + body_bytes
         self._start = _START.pack(MAGIC, VERSION, FrameType.DATA, self._request_id, body_bytes, count * length)
-        self._rest = [memoryview(self._head)[: self._head_bytes], *(landing.buffer for landing in frame)]
-        self.left_bytes = self._head_bytes + count * length
+        self._rest = [self._head[: self._head_bytes], *(landing.buffer for landing in frame)]
+        self._left_bytes = self._head_bytes + count * length
+
+
+def _per_frame(record_bytes: int) -> int:
+    return max(1, min(FRAME_AIM_BYTES // record_bytes, SLICES_PER_FRAME_MAX))
 
 
 def replay(reader: FrameReader, data: bytes) -> list[Frame]:

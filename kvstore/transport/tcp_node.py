@@ -108,9 +108,9 @@ class TcpNodeChannel(TcpChannel):
         assert self._events is not None
         bytes_max = lane.received_bytes + FRAME_PAYLOAD_BYTES_MAX
         while lane.received_bytes < bytes_max:
-            wanted = lane.left_bytes
+            rest = lane.rest
             try:
-                count = self._socket.recvmsg_into(lane.rest)[0]
+                count = self._socket.recvmsg_into(rest)[0]
             except OSError as error:
                 self.took_none(error)
                 break
@@ -126,10 +126,10 @@ class TcpNodeChannel(TcpChannel):
                 self._lane = None
                 self._wake_at(_ANY)
                 return []
-            if count < wanted:
+            if count < sum(map(len, rest)):
                 break
         # a frame of another kind waits until the next `progress`
-        self._wake_at(min(lane.left_bytes, PAYLOAD_WAKE_BYTES))
+        self._wake_at(min(lane.expected_bytes, PAYLOAD_WAKE_BYTES))
         return []
 
     def _leave_lane(self) -> list[Frame]:
