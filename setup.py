@@ -1,7 +1,7 @@
 """Builds the compiled parts: io_uring, search and check of cold reads, single reads. pyproject.toml declares the rest.
 
-All are optional: without a compiler the install succeeds, the node uses its thread pool device and says so, and the other
-parts are done in Python: the same answers, slower.
+All are optional: without a compiler the install succeeds, the node uses its thread pool device and says so, and the
+other parts are done in Python: the same answers, slower.
 """
 
 from __future__ import annotations
