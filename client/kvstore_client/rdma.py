@@ -280,8 +280,8 @@ class RdmaWay:
         return port
 
     def words_of_need(self) -> str:
-        """What to add to the message of a failure, where RDMA is required and why it is not there may be the cause."""
-        return f"; transport rdma is required: {self.reason}" if self.is_required and self.reason else ""
+        """As `TargetLink.words_of_need`."""
+        return f"; transport rdma cannot be used: {self.reason}" if self.is_required and self.reason else ""
 
     def lane(self, port: RdmaPort, which: Lane) -> WorkerLane:
         """The lane of a class; made when first used. The caller holds the port's lock."""

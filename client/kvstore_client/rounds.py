@@ -176,7 +176,7 @@ def broken_circuit(link: TargetLink, now_ns: int) -> Unavailable:
     wait_ms = link.breaker.reopens_in_ns(now_ns) // 1_000_000
     return Unavailable(
         f"target {link.id} at {', '.join(link.addresses)} failed several times in a row; "
-        f"it is tried again in {wait_ms} ms{link.rdma.words_of_need()}"
+        f"it is tried again in {wait_ms} ms{link.words_of_need()}"
     )
 
 

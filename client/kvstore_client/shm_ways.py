@@ -92,6 +92,11 @@ class LocalWay:
         """For people: "shm", or "tcp" and why."""
         return "shm" if self.path else f"tcp: {self.reason}"
 
+    def words_of_need(self) -> str:
+        """As `TargetLink.words_of_need`."""
+        is_missed = self.transport is Transport.SHM and not self.path and self.reason
+        return f"; transport shm cannot be used: {self.reason}" if is_missed else ""
+
     def check(self, give_up: Callable[[], None]) -> None:
         """After `give_up` raises Unavailable, when shared memory was asked for by name and cannot be."""
         if self.transport is Transport.SHM and not self.path:

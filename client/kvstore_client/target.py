@@ -314,6 +314,10 @@ class TargetLink:
         self._told.add(namespace)
         return True
 
+    def words_of_need(self) -> str:
+        """What to add to the message of a failure, where one way is required and cannot be had: "" else."""
+        return self.local.words_of_need() + self.rdma.words_of_need()
+
     def seen_boot_id(self) -> bytes:
         """Greeting: what the node was when last seen."""
         return self.boot_id
