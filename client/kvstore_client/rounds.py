@@ -311,14 +311,16 @@ class ViewJob(Job):
 def _wait_ns(core: ClientCore, job: Job, now_ns: int) -> int | None:
     """How long until the target's breaker lets another try of a job pass; None when it shall not be tried again.
 
-    The job that found its target silent waits once for the breaker: a live one that was slow is not given up for that.
+    A breaker that has opened just now is waited for: a live target that was slow is not given up for that.
     """
     try:
         wait_ns = core.link(job.target).breaker.reopens_in_ns(now_ns)
     except Unavailable:
         return None
-    has_run = job.started_ns > 0
-    return wait_ns if not wait_ns or (has_run and wait_ns <= BREAKER_OPEN_NS_MIN) else None
+    if wait_ns > BREAKER_OPEN_NS_MIN:
+        return None
+    job.started_ns = job.started_ns or now_ns  # its probe may take the time of a whole connect
+    return wait_ns
 
 
 assert RETRIES_PER_CALL_MAX >= 1

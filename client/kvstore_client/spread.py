@@ -69,8 +69,11 @@ def load_spread(core: ClientCore, request: SpreadRequest) -> Verb[None]:
         yield from hint(core, request.namespace.digest, read.lacking())
         if not any(record.status in _NEW_VIEW for record in request.records):
             break
-        if core.view is view and not (yield from _finds_new_view(core, request.deadline_ns)):
-            if not read.has_given_up or time.monotonic_ns() + BREAKER_OPEN_NS_MIN >= request.deadline_ns:
+        is_known = core.view is view and not (yield from _finds_new_view(core, request.deadline_ns))
+        if is_known and not read.has_given_up:
+            break
+        if read.has_given_up:
+            if time.monotonic_ns() + BREAKER_OPEN_NS_MIN >= request.deadline_ns:
                 break
             yield BREAKER_OPEN_NS_MIN  # a place that was given up for another one is asked again, now that none has it
     close_open(request.records, None)
