@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvstore.doctor.compiled import check_compiled, read_compiled
 from kvstore.doctor.etcd import check_etcd, read_etcd
 from kvstore.doctor.finding import Finding, Fix, Status
 from kvstore.doctor.machine import check_machine, read_machine
@@ -47,6 +48,7 @@ def examine(flags: Mapping[str, object], *, config: Path | None = None, system: 
     dscp = read_dscp_rules(system)
     findings = [check_settings(settings, faults)]
     findings += check_machine(read_machine(system, memory_wanted_bytes=settings.cache + settings.staging))
+    findings.append(check_compiled(read_compiled()))
     findings += check_limits(system, settings, rdma)
     findings += check_places(places)
     for facts in places:

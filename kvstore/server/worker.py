@@ -20,6 +20,7 @@ from types import FrameType as StackFrame
 from typing import Final
 
 from kvstore.cluster.view import View
+from kvstore.doctor.compiled import check_compiled, read_compiled
 from kvstore.errors import KVStoreError
 from kvstore.limits import CONNECTIONS_MAX, DESCRIPTORS_OWN, SECOND_NS
 from kvstore.server.admission import Admission, OpenAdmission, TokenAdmission
@@ -34,7 +35,6 @@ from kvstore.server.tenants import TenantBook
 from kvstore.server.worker_verbs import Handover, Moved, Started, WorkerVerbs
 from kvstore.telemetry.logs import LogFormat, LogLevel, configure
 from kvstore.telemetry.metrics import DataplaneMetrics, RdmaMetrics
-from kvstore.transport import exchange
 from kvstore.transport.shm import host_id, listen_unix
 from kvstore.transport.tcp import address_of, listen_tcp
 from kvstore.wire.shared import LocalReply
@@ -348,10 +348,11 @@ def allow_descriptors() -> None:
         )
 
 
-def tell_exchange() -> None:
-    """Says what single reads cost more than they need to, if they do."""
-    if not exchange.IS_COMPILED:
-        log.warning("single reads are exchanged %s; install a wheel, or a C compiler and reinstall", exchange.HOW)
+def tell_compiled() -> None:
+    """Says what costs more than it needs to, if anything does."""
+    missing = read_compiled()
+    if missing:
+        log.warning("doctor: %s", check_compiled(missing).sentence)
 
 
 def main() -> None:
@@ -361,7 +362,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     allow_descriptors()
-    tell_exchange()
+    tell_compiled()
     sys.exit(Worker(launch).run())
 
 
