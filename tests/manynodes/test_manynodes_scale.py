@@ -137,6 +137,18 @@ def test_a_ninth_node_costs_no_prefix_and_takes_its_share(cluster: Cluster) -> N
     assert chains.read(cluster.client).share >= 0.99
 
 
+def test_what_moved_is_copied_to_its_new_place(cluster: Cluster) -> None:
+    lab, chains = cluster.lab, cluster.chains
+    wanted = np.repeat([name == "n8" for name in first_places(view_of(cluster), chains)], SHAPE.chunks // SHAPE.runs)
+
+    def arrived() -> bool:
+        chains.read(cluster.client)
+        return bool((held_by(lab, chains, "n8") & wanted).sum() >= 0.99 * wanted.sum())
+
+    until(arrived, f"seed {SEED}: {wanted.sum()} chunks lie where the newest placement says")
+    assert chains.usable(cluster.client).share >= 0.99, f"seed {SEED}: after settling"
+
+
 def test_a_drained_node_leaves_without_a_reader_noticing(cluster: Cluster) -> None:
     lab, chains = cluster.lab, cluster.chains
     with Traffic(cluster.client, chains, seed=SEED + 4, deadline_s=DEADLINE_S) as traffic:
