@@ -97,9 +97,9 @@ def test_opaque_takes_up_to_its_bytes() -> None:
     assert not layout.is_exact
     assert (layout.chunk_bytes, layout.max_record_bytes, layout.record_bytes()) == (1_000_000,) * 3
     assert layout.checksum_bytes() == 64 * KiB
-    assert layout.chunks_per_run == 16
+    assert layout.chunks_per_run == 67
     assert KVLayout.opaque(chunk_bytes=4096, shards=4).record_bytes(3) == 1024
-    assert KVLayout.opaque(chunk_bytes=1).chunks_per_run == 16 * MiB
+    assert KVLayout.opaque(chunk_bytes=1).chunks_per_run == 64 * MiB
 
 
 def test_a_run_has_at_least_one_chunk() -> None:

@@ -68,7 +68,7 @@ def test_v41_keeps_its_windows_in_memory() -> None:
     layout = presets.deepseek_v41_flash()
     assert layout.chunk_bytes == 56_960
     assert layout.part("swa").retention is Retention.VOLATILE
-    assert layout.chunks_per_run == 294
+    assert layout.chunks_per_run == 1178
 
 
 def test_chunks_of_64_tokens_have_the_known_sizes() -> None:
