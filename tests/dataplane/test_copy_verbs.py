@@ -13,6 +13,7 @@ import pytest
 
 from kvstore.cluster.view import Target, TargetState, View
 from kvstore.engine.engine import DriveEngine, EngineSettings
+from kvstore.errors import InvalidRequest
 from kvstore.limits import SECOND_NS, MiB
 from kvstore.server.batch import pack_u32, unpack_u32
 from kvstore.server.copier import Copier
@@ -208,6 +209,17 @@ def test_what_was_dropped_elsewhere_is_dropped_here_once(node: Node, client: Lab
     assert not held(client)[0], "told again, or by somebody who missed more"
     client.call(Drop(namespace=SPACE.digest), End)
     assert held(client)[0]
+
+
+def test_whatever_generation_is_told_a_namespace_can_be_dropped_and_written_again(node: Node) -> None:
+    highest = 0x7FFF_FFFF
+    with pytest.raises(InvalidRequest, match="generation"):
+        Forget.decode(Forget(manifest=SPACE.manifest(), generation=highest + 1).encode())
+    client = node.client()
+    client.call(Forget(manifest=SPACE.manifest(), generation=highest), End)
+    client.call(Drop(namespace=SPACE.digest), End)
+    assert client.put(SPACE.digest, KEYS[:1], VALUES[:1])[0][0] == ItemStatus.STORED
+    assert client.get(SPACE.digest, KEYS[:1])[1][0] == VALUES[0]
 
 
 def test_a_namespace_that_is_told_of_is_known_from_then_on(node: Node) -> None:
