@@ -142,6 +142,7 @@ DETACHED_RANGES_MAX: Final = 64  # of one allocation: more, and all of it goes b
 # --- node ------------------------------------------------------------------------------------------------------
 NAMESPACES_MAX: Final = 65_536
 NAMESPACES_PER_TENANT_MAX: Final = 16_384  # where there are tenants: so that one cannot use up the table
+MANIFESTS_SHARE_TENANT: Final = 0.25  # of the bytes that a drive keeps of manifests: the same
 DROPPED_TOLD_MAX: Final = 32_768  # namespaces that were dropped, as one worker tells the others
 CONNECTIONS_MAX: Final = 8_192
 STAGING_BYTES_DEFAULT: Final = 128 * MiB

@@ -79,6 +79,11 @@ class NamespaceTable:
         """How many of them are a tenant's."""
         return sum(known.ref.tenant == tenant for known in self)
 
+    def manifests_share_of(self, tenant: str) -> float:
+        """Which part of the bytes that all manifests together may have is a tenant's."""
+        mine = sum(len(known.manifest) for known in self if known.ref.tenant == tenant)
+        return mine / self._manifest_bytes_max
+
     def by_digest(self, namespace_digest: bytes) -> NamespaceRef | None:
         """The namespace with this digest, in its present generation."""
         known = self._by_digest.get(namespace_digest)

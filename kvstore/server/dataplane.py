@@ -25,6 +25,7 @@ from kvstore.limits import (
     HELLO_WAIT_NS,
     IDLE_WAIT_NS,
     INLINE_PUT_BYTES_MAX,
+    MANIFESTS_SHARE_TENANT,
     NAMESPACES_PER_TENANT_MAX,
     PUT_WINDOW_BYTES,
     REQUESTS_BYTES_MAX,
@@ -99,6 +100,7 @@ class DataPlane:
         shared_memory: what clients share with us, all together.
         rdma: the worker's, None where there is none; set before clients come.
         namespace_count: how many namespaces of a tenant a drive knows; set by whoever has the drives.
+        manifests_share: which part of what a drive keeps of manifests is a tenant's; likewise.
         peer_token: what this node shows to the other nodes of its cluster; a secret, empty outside of one.
         is_draining: new puts are refused.
         copier: keeps copies in step with other nodes; None on a node on its own.
@@ -124,6 +126,7 @@ class DataPlane:
         self.fenced_from_ns = _NEVER_NS
         self.peer_token = b""
         self.namespace_count: Callable[[str], int] = lambda _: 0
+        self.manifests_share: Callable[[str], float] = lambda _: 0.0
         self.now_ns = clock()
         self.clock = clock
         self.requests_memory = MemoryBudget(REQUESTS_BYTES_MAX)
@@ -546,7 +549,8 @@ class DataPlane:
         return found
 
     def _has_all_namespaces(self, tenant: str) -> bool:
-        return self.namespace_count(tenant) >= NAMESPACES_PER_TENANT_MAX
+        is_full = self.namespace_count(tenant) >= NAMESPACES_PER_TENANT_MAX
+        return is_full or self.manifests_share(tenant) >= MANIFESTS_SHARE_TENANT
 
     def _check_epoch(self, frame: Frame) -> None:
         if frame.epoch and frame.epoch < self.epoch:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvstore.engine.api import Engine, NamespaceRef
 from kvstore.errors import Denied, FormatUnsupported, InvalidRequest
-from kvstore.limits import NAMESPACES_PER_TENANT_MAX
+from kvstore.limits import MANIFESTS_SHARE_TENANT, NAMESPACES_PER_TENANT_MAX
 from kvstore.types.digest import digest
 from kvstore.types.namespace import Manifest
 
@@ -52,7 +52,7 @@ class TenantEngine:
         """
         Args:
             on_foreign: Called when the tenant names a namespace of another one.
-            is_full: Whether the tenant has as many namespaces as one may have.
+            is_full: Whether the tenant has as many namespaces, or bytes of their manifests, as one may have.
         """
         self._is_full = is_full
         self.tenant = tenant
@@ -95,9 +95,10 @@ class TenantEngine:
                 f"the namespace is of tenant {named!r}, the token of tenant {self.tenant!r}; "
                 f"pass Namespace(tenant={self.tenant!r}, ...), or the other tenant's token"
             )
-        if self._is_full() and self._find(digest(manifest)) is None:
+        if self._find(digest(manifest)) is None and self._is_full():
             raise InvalidRequest(
-                f"tenant {self.tenant!r} has {NAMESPACES_PER_TENANT_MAX} namespaces here, the limit of one tenant; use "
+                f"tenant {self.tenant!r} has {NAMESPACES_PER_TENANT_MAX} namespaces here, or "
+                f"{MANIFESTS_SHARE_TENANT:.0%} of what the drive keeps of manifests, the limit of one tenant; use "
                 "fewer distinct salts, adapters or layouts"
             )
         return self._add_namespace(manifest, copies=copies)

@@ -225,6 +225,7 @@ class Worker:
                 self._started.registry.add(drive.engine.device_metrics)
             engine = joined(drives)
             self._plane.namespace_count = self._namespace_count
+            self._plane.manifests_share = self._manifests_share
             self._plane.serve(engine)
             self._start_rdma([drive.engine.cache.arena.memory for drive in drives])
             if self._launch.is_member:
@@ -268,6 +269,9 @@ class Worker:
 
     def _namespace_count(self, tenant: str) -> int:
         return max(drive.engine.store.namespaces.count_of(tenant) for drive in self._started.drives)
+
+    def _manifests_share(self, tenant: str) -> float:
+        return max(drive.engine.store.namespaces.manifests_share_of(tenant) for drive in self._started.drives)
 
     def _reported(self, listening: socket.socket) -> str:
         """The address that clients are told."""

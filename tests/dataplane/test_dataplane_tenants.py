@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.engine.engine import DriveEngine, EngineSettings
 from kvstore.errors import Denied, InvalidRequest, KVStoreError, UnknownNamespace
-from kvstore.limits import NAMESPACES_PER_TENANT_MAX, SECOND_NS, MiB
+from kvstore.limits import MANIFESTS_SHARE_TENANT, NAMESPACES_PER_TENANT_MAX, SECOND_NS, MiB
 from kvstore.server.admission import SCOPE_OF, TokenAdmission
 from kvstore.server.batch import pack_u32
 from kvstore.server.tenants import Scope, Tenant, TenantBook, Token, hash_of
@@ -415,6 +415,25 @@ def test_one_tenant_cannot_use_up_the_table_of_namespaces(node: Guarded) -> None
     known["ours"] -= 1
     ours.register(another.manifest())
     assert [node.engine.store.namespaces.count_of(tenant) for tenant in known] == [2, 2]
+
+
+def test_one_tenant_cannot_use_up_what_a_drive_keeps_of_manifests(node: Guarded) -> None:
+    table = node.engine.store.namespaces
+    node.lab.plane.manifests_share = table.manifests_share_of
+    ours, theirs = node.client(b"ours, all of it"), node.client(b"theirs, all of it")
+
+    def space(tenant: str, number: int) -> bytes:
+        return Namespace(tenant=tenant, model="m" * 255, weights=f"w{number}", layout=LAYOUT).manifest()
+
+    number = 0
+    while table.manifests_share_of("ours") < MANIFESTS_SHARE_TENANT:
+        ours.register(space("ours", number))
+        number += 1
+    with pytest.raises(InvalidRequest, match="25% of what the drive keeps of manifests"):
+        ours.register(space("ours", number))
+    assert MANIFESTS_SHARE_TENANT <= table.manifests_share_of("ours") < MANIFESTS_SHARE_TENANT + 0.1
+    ours.register(space("ours", 0))  # one that is known is no news
+    theirs.register(space("theirs", 0))
 
 
 def with_scopes(token: bytes, scopes: Scope) -> TenantBook:
