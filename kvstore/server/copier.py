@@ -125,7 +125,10 @@ class Copier:
         """Go on with what may go on."""
         self._peers.expire(now_ns)
         for fetch in [fetch for fetch in self._fetches.values() if _has_stalled(fetch, now_ns)]:
-            fetch.failed(DeadlineExceeded(f"a batch made no progress for {PULL_STALL_NS // SECOND_NS} s"))
+            stalled = DeadlineExceeded(f"a batch made no progress for {PULL_STALL_NS // SECOND_NS} s")
+            # first: half a frame may have come, and the rest of it must not land in memory that was given back
+            self._peers.hang_up(fetch.source, stalled)
+            fetch.failed(stalled)
         self._teller.poll(now_ns)
         self.spreader.poll(now_ns)
         if self._takes_records and self._budget.ready(now_ns):

@@ -20,6 +20,8 @@ Found: TypeAlias = tuple[int, SocketAddress]
 """Family and address."""
 
 _SIGNAL_BYTES: Final = 8
+_PORT_MAX: Final = 0xFFFF
+_PORT_DIGITS: Final = 5
 
 
 @dataclass(slots=True)
@@ -52,10 +54,7 @@ class Peers:
         if not target.data:
             call.failed(Unavailable(f"target {target.id} has no address"))
             return
-        peer = self._peers.get(target.data)
-        if peer is not None and peer.boot_id != boot_id_of(target):
-            peer.close(Closed(f"the worker of target {target.id} was started again"))
-            peer = None
+        peer = self._connected(target)
         if peer is not None:
             peer.ask(call)
             return
@@ -74,6 +73,12 @@ class Peers:
             self._waiting[address] = _Waiting(target, [call])
         else:
             call.failed(Overloaded(f"{PEER_LOOKUPS_MAX} names are being looked up"))
+
+    def hang_up(self, target: Target, error: KVStoreError) -> None:
+        """End the connection to a target's worker, and every call on it with this error."""
+        peer = self._peers.get(target.data)
+        if peer is not None:
+            peer.close(error)
 
     def expire(self, now_ns: int) -> None:
         """End what has taken too long, and what nobody needs."""
@@ -97,29 +102,41 @@ class Peers:
     def __len__(self) -> int:
         return len(self._peers)
 
+    def _connected(self, target: Target) -> Peer | None:
+        """The connection that there is to the worker of a target."""
+        peer = self._peers.get(target.data)
+        if peer is not None and peer.boot_id != boot_id_of(target):
+            peer.close(Closed(f"the worker of target {target.id} was started again"))
+            return None
+        return peer
+
     def _connect(self, target: Target, found: Found, calls: list[PeerCall]) -> None:
-        family, address = found
-        try:
-            peer = Peer(
-                self._loop,
-                family,
-                address,
-                greeting=self._greeting(),
-                boot_id=boot_id_of(target),
-                on_closed=lambda closed, error: self._closed(target.data, closed, error),
-                clock=self._clock,
-            )
-        except KVStoreError as error:
-            self._try_next_rail(target.data)
-            for call in calls:
-                call.failed(error)
-            return
-        self._peers[target.data] = peer
+        peer = self._connected(target)  # by another rail, while the name of this one was looked up
+        if peer is None:
+            try:
+                peer = self._peers[target.data] = self._open(target, found)
+            except KVStoreError as error:
+                self._try_next_rail(target.data)
+                for call in calls:
+                    call.failed(error)
+                return
         for call in calls:
             if peer.is_closed:
                 call.failed(Closed(f"the connection to {peer.name} is closed"))
             else:
                 peer.ask(call)
+
+    def _open(self, target: Target, found: Found) -> Peer:
+        family, address = found
+        return Peer(
+            self._loop,
+            family,
+            address,
+            greeting=self._greeting(),
+            boot_id=boot_id_of(target),
+            on_closed=lambda closed, error: self._closed(target.data, closed, error),
+            clock=self._clock,
+        )
 
     def _looked_up(self, address: str, found: Found | None) -> None:
         waiting = self._waiting.pop(address, None)
@@ -181,12 +198,7 @@ class Names:
             self._event = -1
 
     def _run(self, address: str, event: int) -> None:
-        host, port = split_address(address)
-        try:
-            family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._results.append((address, (family, found)))  # type: ignore[arg-type]  # one of the two forms
-        except OSError:
-            self._results.append((address, None))
+        self._results.append((address, _resolve(address, flags=0)))
         os.eventfd_write(event, 1)
 
     def _woken(self, _: int) -> None:
@@ -199,18 +211,23 @@ class Names:
 
 def numeric(address: str) -> Found | None:
     """A "host:port" whose host is a number, ready to connect to; None for a name."""
+    return _resolve(address, flags=socket.AI_NUMERICHOST)
+
+
+def _resolve(address: str, *, flags: int) -> Found | None:
     host, port = split_address(address)
     try:
-        family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
-    except OSError:
+        family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)[0]
+    except (OSError, UnicodeError):  # the latter for what cannot be a name, such as one with two dots in a row
         return None
     return family, found  # type: ignore[return-value]  # one of the two forms
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[host]:port"; port 0, which nobody has, where there is none."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port) if port.isdigit() else 0
+    """Host and port of "host:port" or "[host]:port"; port 0, which nobody has, where there is none that can be."""
+    host, _, text = address.rpartition(":")
+    port = int(text) if text.isdecimal() and len(text) <= _PORT_DIGITS else 0
+    return host.strip("[]"), port if port <= _PORT_MAX else 0
 
 
 def boot_id_of(target: Target) -> bytes:

@@ -121,6 +121,7 @@ class Fetch:
     """One batch from one source. Ends once, by `on_end(again, error)`: what may be tried again, or why it failed.
 
     Attributes:
+        source: whom it asks.
         waits: it has come to a point where the byte budget is to be asked before `go_on`.
         progress_ns: when something happened last.
     """
@@ -138,7 +139,7 @@ class Fetch:
         self.waits = False
         self.progress_ns = home.now_ns
         self._home = home
-        self._source = source
+        self.source = source
         self._client_id = client_id
         self._on_end = on_end
         self._namespace: NamespaceRef | None = None
@@ -155,7 +156,7 @@ class Fetch:
             self._end(None)
             return
         heads = Heads(namespace=self.batch.namespace, keys=b"".join(keys))
-        self._home.ask(self._source, _HeadsCall(heads, self._headed, self._failed))
+        self._home.ask(self.source, _HeadsCall(heads, self._headed, self._failed))
 
     def _lacking(self, keys: Sequence[bytes]) -> list[bytes]:
         """Those that are not here: some may have come since they were named."""
@@ -278,7 +279,7 @@ class Fetch:
             content_ids=b"".join([item.content_id for item in self._window]),
         )
         self._open = len(self._window)
-        self._home.ask(self._source, _GetCall(get, self))
+        self._home.ask(self.source, _GetCall(get, self))
 
     def place(self, frame: Frame) -> list[memoryview]:
         """Where the payload of a DATA frame belongs. Raises InvalidRequest for what was not asked for."""
@@ -314,7 +315,8 @@ class Fetch:
                 continue
             item = self._window[one.item]
             ticket = item.ticket
-            assert ticket is not None, "checked when it was placed"
+            if ticket is None:
+                raise InvalidRequest(f"slice {one.item} at {one.offset} is of a record that had come whole before it")
             ticket.arrived(one.offset, one.length_bytes, one.crcs)
             item.landed_bytes += one.length_bytes
             item.crcs.append(one.crcs)
@@ -339,7 +341,7 @@ class Fetch:
             ticket.filled()
         except ChecksumMismatch as error:
             ticket.abort()
-            log.warning("a copy from target %s is not stored: %s", self._source.id, error)
+            log.warning("a copy from target %s is not stored: %s", self.source.id, error)
             self._home.ended(PullEnd.FAILED)
             self._again.append(item.key)
             self._put_ended()

@@ -14,6 +14,7 @@ import pytest
 from kvstore.engine.api import PutSpec, ReadHandle, ReadSink, ReadSpec, ReadyItem
 from kvstore.engine.heads import Head
 from kvstore.limits import PULL_BURST_BYTES, PULL_FAILURES_MAX, PULL_WINDOW_BYTES, SECOND_NS, MiB
+from kvstore.server import copier
 from kvstore.server.admission import TokenAdmission
 from kvstore.server.copier import HeadsFound
 from kvstore.server.tenants import Scope, Tenant, TenantBook, Token, hash_of
@@ -204,6 +205,21 @@ def test_a_silent_source_holds_nobody_up(lab: CopyLab) -> None:
             lab.turn_until(lambda: not b.copier._fetches)
             b.lab.clock_ns += 60 * SECOND_NS
     assert ends(b) == {"given_up": 8}
+
+
+def test_a_batch_that_stands_still_takes_its_connection_with_it(lab: CopyLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What of its bytes is still to come must not land in memory that others have been given."""
+    monkeypatch.setattr(copier, "PULL_STALL_NS", 1 * SECOND_NS)
+    a, b = lab.nodes
+    a.put(KEYS, VALUES)
+    pull(b, KEYS, "a")
+    lab.turn_until(lambda: any(fetch._window for fetch in b.copier._fetches.values()))
+    b.lab.clock_ns += 2 * SECOND_NS
+    b.lab.turn(wait_ns=0)
+    assert (len(b.copier._peers), len(b.copier._fetches)) == (0, 0)
+    b.lab.clock_ns += 1 * SECOND_NS
+    lab.settle()
+    assert b.read(KEYS) == a.read(KEYS)
 
 
 def test_a_full_queue_refuses(lab: CopyLab) -> None:
