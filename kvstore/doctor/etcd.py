@@ -93,7 +93,7 @@ def _check_endpoint(facts: EtcdFacts, *, some_serve: bool) -> Finding:
         reason = (
             "the others serve; one more may not be lost"
             if some_serve
-            else "without etcd the node has no lease: it takes no puts and no client finds it"
+            else "without etcd the node has no lease: it takes no puts, and clients do not find one that is new"
         )
     elif facts.took_ns > ETCD_LATENCY_NS_MAX:
         status = Status.WARNING
