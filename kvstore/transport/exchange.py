@@ -124,7 +124,7 @@ def answer_exchange(
         on_descriptors: Owns those that come with the bytes of a Unix socket, and is told when more came than
             there is room for. In Python `connected` itself keeps them.
     """
-    if not IS_COMPILED or connected.family == socket.AF_UNIX:  # descriptors come with its bytes, which recv(2) loses
+    if not IS_COMPILED:
         return PureAnswerExchange(connected, view)
     return _exchange.AnswerExchange(
         handle=connected.fileno(), view=view, key_at=GET_KEY_AT, on_descriptors=on_descriptors

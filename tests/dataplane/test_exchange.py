@@ -151,6 +151,28 @@ def test_the_compiled_part_refuses_what_it_has_no_room_for() -> None:
         _exchange.AnswerExchange.__new__(_exchange.AnswerExchange).receive()
 
 
+@pytest.mark.parametrize(
+    ("sent", "kept"), [(1, 1), (_exchange.DESCRIPTORS_MAX, 16), (_exchange.DESCRIPTORS_MAX + 1, 16)]
+)
+def test_descriptors_that_come_with_a_request_are_handed_over(sent: int, kept: int) -> None:
+    """A REGION brings one over a Unix socket: bytes that were received without them would lose them for good."""
+    found: list[tuple[list[int], bool]] = []
+    near, far = socket.socketpair()
+    with near, far:
+        node = exchange.answer_exchange(
+            far, memoryview(bytearray(8192)), lambda some, has_lost: found.append((some, has_lost))
+        )
+        socket.send_fds(near, [b"request"], [near.fileno()] * sent)
+        assert node.receive() == len(b"request")
+        near.send(b"another")
+        assert node.receive() == len(b"another")
+    ((descriptors, has_lost),) = found
+    assert (len(descriptors), bool(has_lost)) == (kept, sent > kept)
+    for one in descriptors:
+        assert not os.get_inheritable(one)
+        os.close(one)
+
+
 def test_both_ways_to_a_checksum() -> None:
     for length in (*range(40), 4096, 65_537):
         data = os.urandom(length)
