@@ -24,6 +24,7 @@ from kvstore.engine.api import (
     ReadyItem,
 )
 from kvstore.engine.engine import DriveEngine
+from kvstore.engine.told import raise_generation
 from kvstore.limits import DIGEST_BYTES, PINS_MAX
 from kvstore.types.digest import ZERO_DIGEST, digest
 from kvstore.types.results import Exists, MissReason, Refused
@@ -263,12 +264,11 @@ class DriveSet:
     # --- inside -----------------------------------------------------------------------------------------------------
     def _hide_dropped(self, namespace_digest: bytes) -> None:
         """A drive that was away when a namespace was dropped still shows what was in it: drop that as well."""
-        generations = [_generation(engine, namespace_digest) for engine in self._engines]
-        for engine, generation in zip(self._engines, generations, strict=True):
-            for _ in range(generation, max(generations)):
-                ref = engine.namespace(namespace_digest)
-                assert ref is not None, "a namespace is added to every drive"
-                engine.drop_namespace(ref, lambda: None)
+        newest = max(_generation(engine, namespace_digest) for engine in self._engines)
+        for engine in self._engines:
+            ref = engine.namespace(namespace_digest)
+            assert ref is not None, "a namespace is added to every drive"
+            raise_generation(engine, ref, newest, lambda: None)
 
     def _home(self, head: bytes) -> DriveEngine:
         """The drive of a run: the first of its ranking that takes puts. Drives of one worker have one capacity, so none

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from kvstore.cluster.view import View
 from kvstore.engine.explain import KeyFate
+from kvstore.engine.told import raise_generation
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.limits import (
     BATCH_ITEMS_MAX,
@@ -323,8 +324,9 @@ class WorkerVerbs:
             assert isinstance(generation, int), "a worker's own words"
             digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
             for drive in self._started.drives:
-                while (ref := drive.engine.namespace(digest)) is not None and ref.generation < generation:
-                    drive.engine.drop_namespace(ref, lambda: None)
+                ref = drive.engine.namespace(digest)
+                if ref is not None and ref.generation < generation:
+                    raise_generation(drive.engine, ref, generation, lambda: None)
                     behind.add(digest)
         return {"count": len(behind)}
 

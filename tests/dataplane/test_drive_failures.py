@@ -5,19 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvstore.engine.engine import DriveEngine, EngineSettings
+from kvstore.engine.told import raise_generation
 from kvstore.limits import DEVICE_FAILED_AFTER_ERRORS, MiB
 from kvstore.server.drive_set import DriveSet
 from kvstore.server.drives import Drive
+from kvstore.server.worker_verbs import Started, WorkerVerbs
 from kvstore.testing.plane_lab import PlaneLab
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import ItemStatus
+from kvstore.wire.codec import unpack_plain
 
 NAMESPACE = Namespace(
     tenant="default", model="m", weights="w", layout=KVLayout.opaque(chunk_bytes=1 * MiB, chunk_tokens=16)
@@ -79,3 +82,31 @@ def test_a_drive_says_what_is_wrong_with_it(drives: list[Drive], number: int, st
     assert said["state"] == state
     assert fix in str(said["detail"])
     assert os.strerror(number) in str(said["detail"])
+
+
+# --- drops that a drive has missed ------------------------------------------------------------------------------------
+def joined(drives: list[Drive], digest: bytes, generation: int) -> None:
+    DriveSet([(drive.id, drive.engine) for drive in drives])
+
+
+def told(drives: list[Drive], digest: bytes, generation: int) -> None:
+    answer = WorkerVerbs(Started(drives=drives)).carry_out(
+        "dropped_set", {"digests": digest, "generations": [generation]}
+    )
+    assert unpack_plain(answer, what="answer") == {"count": 1}
+
+
+@pytest.mark.parametrize("catch_up", [joined, told])
+def test_a_drive_catches_up_in_one_step_however_much_it_has_missed(
+    drives: list[Drive], catch_up: Callable[[list[Drive], bytes, int], None]
+) -> None:
+    """What generation there is may come from another node: a drop for each one between would never end."""
+    generation = 0x7FFF_FFFF
+    refs = [drive.engine.add_namespace(NAMESPACE.manifest()) for drive in drives]
+    raise_generation(drives[0].engine, refs[0], generation, lambda: None)
+    catch_up(drives, NAMESPACE.digest, generation)
+    now = [drive.engine.namespace(NAMESPACE.digest) for drive in drives]
+    assert [ref.generation for ref in now if ref is not None] == [generation] * 2
+    while not all(drive.engine.idle for drive in drives):
+        for drive in drives:
+            drive.engine.poll(time.monotonic_ns())
