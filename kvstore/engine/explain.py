@@ -82,10 +82,10 @@ def gone(event: Event, *, ago_ticks: int) -> KeyFate:
 
 def unknown(*, remembered: int) -> KeyFate:
     """Nothing is known of it."""
-    text = "never written here"
+    since = "this drive was opened"  # what went is remembered in RAM only
     if remembered:
-        text += f", or gone before the last {remembered} event{'s' if remembered > 1 else ''} that this drive remembers"
-    return KeyFate(status=MissReason.ABSENT, text=text, ago_ns=0)
+        since = f"the last {remembered} event{'s' if remembered > 1 else ''} that this drive remembers"
+    return KeyFate(status=MissReason.ABSENT, text=f"never written here, or gone before {since}", ago_ns=0)
 
 
 _WORDS: Final = {
