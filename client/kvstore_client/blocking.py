@@ -200,12 +200,11 @@ class BlockingDriver:
         steps = perform(held.link, job, connection)
         try:
             want = next(steps)
-            poller = select.poll()
-            poller.register(connection.fileno(), _EVENTS.get(want, select.POLLOUT))
             while True:
+                poller = select.poll()  # anew: opening a connection may go on with another socket
+                poller.register(connection.fileno(), _EVENTS.get(want, select.POLLOUT))
                 is_ready = poller.poll(_wait_ms(connection.deadline_ns))
                 want = next(steps) if is_ready else steps.throw(_late(connection))
-                poller.modify(connection.fileno(), _EVENTS.get(want, select.POLLOUT))
         except StopIteration:
             pass
         finally:

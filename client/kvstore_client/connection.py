@@ -404,8 +404,8 @@ class Connection:
 
     def recover(self) -> Steps:
         """After `abandon`: drains the rest if that is little and comes soon; else it has to be opened anew."""
-        call_deadline_ns = self.deadline_ns
-        self.deadline_ns = min(call_deadline_ns, time.monotonic_ns() + DRAIN_NS_MAX)
+        call_deadline_ns, later_ns = self.deadline_ns, self._later_deadline_ns
+        self.wait_for_word(0, min(call_deadline_ns, time.monotonic_ns() + DRAIN_NS_MAX))
         left_bytes = DRAIN_BYTES_MAX
         try:
             while self._session.state is not State.IDLE and left_bytes > 0:
@@ -413,7 +413,7 @@ class Connection:
                 left_bytes -= sum(frame.payload_bytes for frame in frames)
         except KVStoreError:
             pass  # an ERROR ended that call, or the connection is no good any more, which the state tells
-        self.deadline_ns = call_deadline_ns
+        self.deadline_ns, self._later_deadline_ns = call_deadline_ns, later_ns
         if self._session.state is State.IDLE:
             self.is_abandoned = False
         else:

@@ -38,12 +38,13 @@ class PullJob(Job):
             yield from connection.ask(self._message, End)
 
 
-def hint(core: ClientCore, namespace: bytes, lacking: Lacking) -> Verb[None]:
+def hint(core: ClientCore, namespace: bytes, lacking: Lacking, call_deadline_ns: int) -> Verb[None]:
     """At most one request, about the target that lacks most. Its failure is of no interest."""
     now_ns = time.monotonic_ns()
-    if not lacking or not core.may_hint(now_ns):
+    if not lacking or now_ns >= call_deadline_ns or not core.may_hint(now_ns):
         return
     (target, source), keys = max(lacking.items(), key=lambda one: len(one[1]))
     message = Pull(namespace=namespace, keys=keys[: PULL_KEYS_PER_HINT_MAX * DIGEST_BYTES], source=source)
-    yield [PullJob(target=target, flow=core.options.flow, deadline_ns=now_ns + PULL_NS_MAX, message=message)]
+    deadline_ns = min(call_deadline_ns, now_ns + PULL_NS_MAX)
+    yield [PullJob(target=target, flow=core.options.flow, deadline_ns=deadline_ns, message=message)]
     core.counters.repair_hints += 1

@@ -66,7 +66,7 @@ def load_spread(core: ClientCore, request: SpreadRequest) -> Verb[None]:
             break
         read = _PlannedRead(core, request, places_of(placement, request.chain, copies=request.copies))
         yield from read.read()
-        yield from hint(core, request.namespace.digest, read.lacking())
+        yield from hint(core, request.namespace.digest, read.lacking(), request.deadline_ns)
         if not any(record.status in _NEW_VIEW for record in request.records):
             break
         is_known = core.view is view and not (yield from _finds_new_view(core, request.deadline_ns))

@@ -11,13 +11,16 @@ import pytest
 
 from kvstore import limits
 from kvstore.errors import InvalidRequest
-from kvstore.limits import VIEW_OLDER_NS
+from kvstore.limits import PULL_NS_MAX, SECOND_NS, VIEW_OLDER_NS
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import MissReason
 from kvstore.wire.codec import pack_plain
 from kvstore.wire.header import FrameType
+from kvstore.wire.messages import Match, MatchReply
 from kvstore_client import AsyncKVClient, Exists, Hit, KVClient, Miss, Stored
+from kvstore_client.connection import Connection
+from kvstore_client.hints import hint
 
 COUNT = 24
 LAYOUT = KVLayout.opaque(chunk_bytes=2000, chunk_tokens=4, run_bytes=6000)
@@ -421,3 +424,39 @@ def test_calls_that_wait_for_a_frozen_target_do_not_keep_others_from_live_ones(c
             assert one is not None
             link.give_back(one, 0)
         assert {type(one) for one in read(ns)} == {Hit}
+
+
+def test_a_hint_does_not_outlive_the_deadline_of_its_read(cluster) -> None:
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        core = client.session().core
+        now_ns = time.monotonic_ns()
+        lacking = {("t1", "t0"): KEYS[0].digest}
+        assert list(hint(core, NAMESPACE.digest, lacking, now_ns)) == []
+        ((job,),) = hint(core, NAMESPACE.digest, lacking, now_ns + PULL_NS_MAX // 2)
+        assert job.deadline_ns <= now_ns + PULL_NS_MAX // 2
+
+
+def test_a_drained_connection_serves_its_next_call_until_that_ones_deadline(cluster, monkeypatch) -> None:
+    """Draining hears the rest of the last answer; whether the next one is silent is not known by that."""
+    go_on = threading.Event()
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+        core = client.session().core
+        cluster.nodes[0].script = lambda link, frame: frame.type is FrameType.MATCH and not go_on.wait(60)
+        connection = Connection(cluster.nodes[0].address, greeting=core.link("t0"), flow=client.options.flow)
+        connection.wait_for_word(0, time.monotonic_ns() + 60 * SECOND_NS)
+        list(connection.open())
+        connection.begin(Match(namespace=NAMESPACE.digest, keys=KEYS[0].digest))
+        assert connection.try_flush()
+        assert connection.abandon()
+        go_on.set()
+        monkeypatch.setattr("kvstore_client.connection.DRAIN_NS_MAX", 40 * SECOND_NS)  # a busy machine is no reason
+        heard_by_ns = time.monotonic_ns() + 50 * SECOND_NS
+        connection.wait_for_word(heard_by_ns, heard_by_ns + SECOND_NS)
+        list(connection.recover())
+        assert connection.is_idle
+        assert connection.deadline_ns == heard_by_ns, "nothing has come of the next call"
+        list(connection.ask(Match(namespace=NAMESPACE.digest, keys=KEYS[0].digest), MatchReply))
+        assert connection.deadline_ns == heard_by_ns + SECOND_NS
+        connection.close()
