@@ -146,6 +146,8 @@ def store_items(
         is_stale = any(isinstance(job.failure, StaleView) for job in jobs)
         may_have_moved = is_stale or any(_may_have_moved(job) for job in jobs)
         for job in jobs:
+            if job.is_first_word and job.failure is None:
+                core.link(job.target).was_told(items.namespace.digest)
             for record in job.records:
                 if record.status == OPEN:
                     reason, detail = refusal_of(job, record)

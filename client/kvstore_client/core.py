@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 
 from kvstore.cluster.view import TargetId, View
@@ -59,6 +60,7 @@ class ClientCore:
         self._pulled_ns = -PULL_PAUSE_NS
         self._links: dict[TargetId, TargetLink] = {}
         self._routes: tuple[WorkerRoute, ...] = ()
+        self._adopting = threading.Lock()  # or the slower of two threads would put the older view over the newer one
 
     def wants_view(self, now_ns: int) -> bool:
         """Whether to ask for the view before the next call.
@@ -116,6 +118,8 @@ class ClientCore:
         where = ", ".join(self.addresses)
         if self.view is None:
             return f"no node answers at {where}"
+        if self.placement is not None:
+            return f"no target of the view takes new records, by node {self.view.node_id} at {where}; try again later"
         return f"node {self.view.node_id} at {where} is recovering: it serves no drive yet; try again later"
 
     def may_hint(self, now_ns: int) -> bool:
@@ -140,8 +144,10 @@ class ClientCore:
         Returns:
             Whether it is as new as any that was heard of. If not, another node may know more.
         """
-        if self._is_older(view, now_ns):
-            return False
+        with self._adopting:
+            return not self._is_older(view, now_ns) and self._take_over(view, source)
+
+    def _take_over(self, view: View, source: TargetId) -> bool:
         self._older_since_ns = 0
         is_newest = view.epoch >= self.newest_epoch or not view.cluster
         self._asked_epoch = max(self.newest_epoch, view.epoch) if is_newest else self._asked_epoch

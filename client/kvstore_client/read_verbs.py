@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TypeVar
 
+from kvstore.cluster.view import TargetId
 from kvstore.limits import PLACE_SILENCE_NS
 from kvstore.types.keys import KeyChain
 from kvstore.types.namespace import Namespace
@@ -230,13 +232,14 @@ def prefetch(
 
 def unpin(core: ClientCore, pins: Sequence[PinHold], deadline_ns: int) -> Verb[None]:
     """Gives pins back. One that can't be given back runs out by itself, so nothing is tried twice."""
-    jobs = [
-        TellJob(target=pin.target, flow=core.options.flow, deadline_ns=deadline_ns, message=Unpin(pin_id=pin.pin_id))
-        for pin in pins
-        if holds(core, pin)
-    ]
-    for job in jobs:
-        yield [job]
+    jobs: dict[TargetId, list[TellJob]] = {}
+    for pin in pins:
+        if holds(core, pin):
+            message = Unpin(pin_id=pin.pin_id)
+            job = TellJob(target=pin.target, flow=core.options.flow, deadline_ns=deadline_ns, message=message)
+            jobs.setdefault(pin.target, []).append(job)
+    for one_of_each in zip_longest(*jobs.values()):  # so that a silent target keeps no other one's pins
+        yield [job for job in one_of_each if job is not None]
 
 
 def _key_sections(namespace: Namespace, shards: int | Sequence[int] | None, part: str | None) -> tuple[Section, ...]:

@@ -130,6 +130,7 @@ class TargetLink:
         elif self._idle:
             # never the last one: with it the node would let go of this client's pins and writers
             self._close_aged(now_ns)
+        found.asked_ns = now_ns  # until its call begins: one that was never used is not silent since time 0
         self._in_use.add(found)
         return found
 
@@ -306,13 +307,14 @@ class TargetLink:
         return ": ".join(filter(None, (f"rdma {self.rdma.port.name}", self.rdma.reason)))
 
     def is_news(self, namespace: bytes) -> bool:
-        """Whether the node was not told yet how many copies a namespace wants, as far as is known; asked once each."""
-        if namespace in self._told:
-            return False
+        """Whether the node was not told yet how many copies a namespace wants, as far as is known."""
+        return namespace not in self._told
+
+    def was_told(self, namespace: bytes) -> None:
+        """The node knows how many copies a namespace wants."""
         if len(self._told) >= NAMESPACES_MAX:
             self._told.clear()
         self._told.add(namespace)
-        return True
 
     def words_of_need(self) -> str:
         """What to add to the message of a failure, where one way is required and cannot be had: "" else."""

@@ -103,8 +103,7 @@ def open_writer(
     state = WriterState(namespace, sections, request.part, rows)
     yield from ensure_view(core, deadline_ns)
     if core.placement is None:
-        for copy in state.place("", [record for row in rows for record in row]):
-            copy.finish(int(RefusedReason.OVERLOADED), detail=core.words_of_no_target())
+        _refuse_unplaced(state, core.words_of_no_target())
         return state
     where = places_to_write(core.placement, chain, copies=request.copies)
     plan = plan_records(chain, layout=layout, sections=sections, where=where)
@@ -140,6 +139,7 @@ def open_writer(
         for copy in job.copies:
             copy.boot_count = boot_count
         _close_failed(job)
+    _refuse_unplaced(state, core.words_of_no_target())
     return state
 
 
@@ -190,11 +190,12 @@ def commit(
 ) -> Verb[list[Stored | Exists | Refused]]:
     """Makes all complete records visible; the others are aborted and refused."""
     jobs: list[CommitJob] = []
+    aborts: list[AbortJob] = []
     for target, copies in state.open_copies():
         complete = [copy for copy in copies if copy.record.is_complete]
         rest = [copy for copy in copies if not copy.record.is_complete]
         if rest:
-            yield [AbortJob(core, target, rest, deadline_ns)]
+            aborts.append(AbortJob(core, target, rest, deadline_ns))
         for copy in rest:
             missing = copy.record.missing_blocks
             copy.finish(int(RefusedReason.INVALID), detail=f"{missing} blocks were not written before the commit")
@@ -214,15 +215,25 @@ def commit(
         yield from attempt(core, [job for job in jobs if job.copies])
         for job in jobs:
             _close_failed(job, committed=True)
+    if aborts:  # a target that is silent now cannot take the time of a commit any more
+        yield aborts
     return state.results()
 
 
 def abort(core: ClientCore, state: WriterState, deadline_ns: int) -> Verb[None]:
     """Gives the room back. What can't be told to the node runs out by its ttl."""
-    for target, copies in state.open_copies():
-        yield [AbortJob(core, target, copies, deadline_ns)]
-        for copy in copies:
+    jobs = [AbortJob(core, target, copies, deadline_ns) for target, copies in state.open_copies()]
+    if jobs:
+        yield jobs
+    for job in jobs:
+        for copy in job.copies:
             copy.finish(int(RefusedReason.INVALID), detail="the writer was aborted")
+
+
+def _refuse_unplaced(state: WriterState, detail: str) -> None:
+    """Refuses records that no target takes: each has one outcome at least."""
+    for copy in state.place("", [record for row in state.rows for record in row if not record.copies]):
+        copy.finish(int(RefusedReason.OVERLOADED), detail=detail)
 
 
 def _spans(

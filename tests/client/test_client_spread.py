@@ -10,15 +10,18 @@ import time
 import pytest
 
 from kvstore import limits
-from kvstore.errors import InvalidRequest
-from kvstore.limits import PULL_NS_MAX, SECOND_NS, VIEW_OLDER_NS
+from kvstore.cluster.view import View
+from kvstore.errors import InvalidRequest, QuotaExceeded, Unavailable
+from kvstore.limits import PLACE_SILENCE_NS, PULL_NS_MAX, SECOND_NS, VIEW_OLDER_NS
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
-from kvstore.types.results import MissReason
-from kvstore.wire.codec import pack_plain
+from kvstore.types.results import MissReason, RefusedReason
+from kvstore.wire.codec import pack_plain, unpack_plain
+from kvstore.wire.failures import code_of
 from kvstore.wire.header import FrameType
-from kvstore.wire.messages import Match, MatchReply
+from kvstore.wire.messages import ErrorReply, Match, MatchReply
 from kvstore_client import AsyncKVClient, Exists, Hit, KVClient, Miss, Stored
+from kvstore_client import core as core_module
 from kvstore_client.connection import Connection
 from kvstore_client.hints import hint
 
@@ -426,6 +429,21 @@ def test_calls_that_wait_for_a_frozen_target_do_not_keep_others_from_live_ones(c
         assert {type(one) for one in read(ns)} == {Hit}
 
 
+def test_nothing_is_written_where_every_target_drains(cluster) -> None:
+    cluster.show(states={0: "draining", 1: "draining", 2: "draining"})
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        results = ns.put(KEYS, PAYLOADS)
+        with ns.writer(KEYS) as writer:
+            assert writer.statuses == results
+            writer.write(0, PAYLOADS[0])
+            assert writer.commit() == results
+        assert {(one.reason, "takes new records" in one.detail) for one in results} == {
+            (RefusedReason.OVERLOADED, True)
+        }
+        assert not any(ns.contains(KEYS))
+
+
 def test_a_hint_does_not_outlive_the_deadline_of_its_read(cluster) -> None:
     with KVClient.connect(cluster.nodes[0].address) as client:
         core = client.session().core
@@ -434,6 +452,18 @@ def test_a_hint_does_not_outlive_the_deadline_of_its_read(cluster) -> None:
         assert list(hint(core, NAMESPACE.digest, lacking, now_ns)) == []
         ((job,),) = hint(core, NAMESPACE.digest, lacking, now_ns + PULL_NS_MAX // 2)
         assert job.deadline_ns <= now_ns + PULL_NS_MAX // 2
+
+
+def test_a_connection_that_was_never_used_is_not_taken_for_a_silent_one(cluster) -> None:
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        link = client.session().core.link("t1")
+        for _ in range(client.options.connections_per_target):
+            now_ns = time.monotonic_ns()
+            assert link.take(client.options.flow, now_ns) is not None
+        assert link.take(client.options.flow, now_ns) is None
+        link.check_word(PLACE_SILENCE_NS, now_ns + PLACE_SILENCE_NS - 1)
+        with pytest.raises(Unavailable, match="have heard nothing"):
+            link.check_word(PLACE_SILENCE_NS, now_ns + PLACE_SILENCE_NS)
 
 
 def test_a_drained_connection_serves_its_next_call_until_that_ones_deadline(cluster, monkeypatch) -> None:
@@ -460,3 +490,66 @@ def test_a_drained_connection_serves_its_next_call_until_that_ones_deadline(clus
         list(connection.ask(Match(namespace=NAMESPACE.digest, keys=KEYS[0].digest), MatchReply))
         assert connection.deadline_ns == heard_by_ns + SECOND_NS
         connection.close()
+
+
+def test_the_slower_of_two_threads_does_not_bring_the_older_view_back(cluster, monkeypatch) -> None:
+    old = cluster.nodes[0].view()
+    cluster.show()
+    new = cluster.nodes[0].view()
+    with KVClient.connect(cluster.nodes[0].address, lazy=True) as client:
+        core = client.session().core
+        real, other = core_module.routes_of, None
+
+        def adopt(packed: bytes) -> None:
+            core.adopt(
+                View.from_plain(unpack_plain(packed, what="view")), source="@" + cluster.nodes[0].address, now_ns=1
+            )
+
+        def overtaken(view: View, *, asked_host: str):
+            nonlocal other
+            if other is None:
+                other = threading.Thread(target=adopt, args=(new,))
+                other.start()
+                other.join(0.2)  # it gets ahead of this thread, if it may
+            return real(view, asked_host=asked_host)
+
+        monkeypatch.setattr(core_module, "routes_of", overtaken)
+        adopt(old)
+        other.join()
+        assert core.view.epoch == core.link("t0").view_epoch == cluster.epoch
+
+
+def test_a_node_that_could_not_be_told_how_many_copies_is_told_with_the_next_put(cluster) -> None:
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE, copies=3)
+        refuses = True
+
+        def full(link, frame) -> bool:
+            if refuses and frame.type is FrameType.MANIFEST:
+                link.send(frame, ErrorReply(code=code_of(QuotaExceeded("")), text="not now", closing=False))
+                return True
+            return False
+
+        cluster.nodes[1].script = full
+        assert {one.copies for one in ns.put(KEYS[:4], PAYLOADS[:4])} == {2}
+        refuses = False
+        cluster.nodes[1].manifests.add(NAMESPACE.digest)  # another client's put has told of it, not of the copies
+        assert {one.copies for one in ns.put(KEYS[4:], PAYLOADS[4:])} == {3}
+        assert [one.wanted_copies for one in cluster.nodes] == [{NAMESPACE.digest: 3}] * 3
+
+
+@pytest.mark.parametrize("verb", [FrameType.UNPIN, FrameType.WRITER_ABORT])
+def test_a_silent_target_keeps_no_other_one_from_letting_go(cluster, verb) -> None:
+    go_on = threading.Event()
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        if verb is FrameType.UNPIN:
+            ns.put(KEYS, PAYLOADS)
+            held = ns.match(KEYS).release
+        else:
+            held = ns.writer(KEYS).abort
+        assert all(one.pins or one.writers for one in cluster.nodes)
+        cluster.nodes[0].script = lambda link, frame: frame.type is verb and not go_on.wait(60)
+        held()
+        assert not any(one.pins or one.writers for one in cluster.nodes[1:])
+        go_on.set()
