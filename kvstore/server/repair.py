@@ -87,17 +87,12 @@ class _Source:
 
 
 class PullQueue:
-    """Records that are to be fetched, each once, whoever names it.
-
-    Attributes:
-        dropped: records given up because their source failed too often, since the start.
-    """
+    """Records that are to be fetched, each once, whoever names it."""
 
     def __init__(self, *, records_max: int = PULL_QUEUE_RECORDS_MAX) -> None:
         self._records_max = records_max
         self._sources: dict[TargetId, _Source] = {}
         self._known: set[tuple[bytes, bytes]] = set()
-        self.dropped = 0
 
     def __len__(self) -> int:
         """Records that wait or are under way."""
@@ -169,7 +164,7 @@ class PullQueue:
         held.again_ns = now_ns + min(PULL_BACKOFF_NS_MIN << (held.failures - 1), PULL_BACKOFF_NS_MAX)
         if held.failures < PULL_FAILURES_MAX:
             return 0
-        held.failures = 0  # whoever names it again finds it no worse than before, behind the pause
+        held.failures = 0  # whoever names it again begins anew
         return self.give_up(batch.source)
 
     def give_up(self, source: TargetId) -> int:
@@ -180,13 +175,8 @@ class PullQueue:
         count = len(held.waiting)
         self._known.difference_update((namespace, key) for namespace, key, _ in held.waiting)
         held.waiting.clear()
-        self.dropped += count
         self._forget_idle(source)
         return count
-
-    def sources(self) -> list[TargetId]:
-        """Those that something waits for."""
-        return [source for source, held in self._sources.items() if held.waiting]
 
     def _forget_idle(self, source: TargetId) -> None:
         held = self._sources[source]
