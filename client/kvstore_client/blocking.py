@@ -76,14 +76,19 @@ class BlockingDriver:
             return
         running: list[_Held] = []
         later: list[Job] = []
-        for job in sorted(jobs, key=lambda job: job.target):
-            try:
-                held = self._take(job, may_put_off=True)
-            except _PutOff:
-                later.append(job)
-                continue
-            if held is not None:
-                running.append(held)
+        try:
+            for job in sorted(jobs, key=lambda job: job.target):
+                try:
+                    held = self._take(job, may_put_off=True)
+                except _PutOff:
+                    later.append(job)
+                    continue
+                if held is not None:
+                    running.append(held)
+        except BaseException:  # Ctrl-C while it waits for one: those it holds already are for the next call
+            for held in running:
+                self._give_back(held)
+            raise
         self._run_together(running)
         for job in later:
             self._run_alone(job)

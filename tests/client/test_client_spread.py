@@ -553,3 +553,20 @@ def test_a_silent_target_keeps_no_other_one_from_letting_go(cluster, verb) -> No
         held()
         assert not any(one.pins or one.writers for one in cluster.nodes[1:])
         go_on.set()
+
+
+def test_a_call_that_is_interrupted_while_it_waits_keeps_no_connection(cluster, monkeypatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+        links = [client.session().core.link(f"t{at}") for at in range(3)]
+        counts = range(client.options.connections_per_target)
+        monkeypatch.setattr("kvstore_client.blocking.BlockingDriver._wait_for_connection", interrupted)
+        held = [links[2].take(client.options.flow, 0) for _ in counts]
+        with pytest.raises(KeyboardInterrupt):
+            ns.match(KEYS)
+        assert all(held)
+        assert all(link.take(client.options.flow, 0) for link in links[:2] for _ in counts)
