@@ -113,6 +113,12 @@ class ClientCore:
         """The workers of the view."""
         return [route.id for route in self._routes]
 
+    def is_known_down(self, target: TargetId) -> bool:
+        """Whether the view has places beside a worker, and says that no target of it answers."""
+        if self.placement is None or isinstance(self.placement, str):
+            return False
+        return any(route.id == target and not route.is_readable for route in self._routes)
+
     def words_of_no_target(self) -> str:
         """Why `placement` is None, for people."""
         where = ", ".join(self.addresses)

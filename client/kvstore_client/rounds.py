@@ -218,6 +218,7 @@ def attempt(core: ClientCore, jobs: Round, *, plans_again: bool = False) -> Verb
         yield pause_ns
         if any(isinstance(job.failure, Unavailable | StaleView) for job in pending):
             yield from refresh_view(core, min(job.deadline_ns for job in pending))
+            pending = [job for job in pending if not core.is_known_down(job.target)]
 
 
 def ensure_view(core: ClientCore, deadline_ns: int) -> Verb[None]:

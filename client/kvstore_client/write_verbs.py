@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.limits import COPIES_MAX, DIGEST_BYTES
+from kvstore.limits import COPIES_MAX, DIGEST_BYTES, LAST_SILENCE_NS
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import Exists, Hit, Miss, Refused, RefusedReason, Stored
@@ -95,6 +95,8 @@ def delete(
         )
         for batch in plan.batches
     ]
+    for job in jobs if len(jobs) > 1 else ():
+        job.patience_ns = LAST_SILENCE_NS
     if jobs:
         yield from attempt(core, jobs)
     answers = [

@@ -570,3 +570,37 @@ def test_a_call_that_is_interrupted_while_it_waits_keeps_no_connection(cluster, 
             ns.match(KEYS)
         assert all(held)
         assert all(link.take(client.options.flow, 0) for link in links[:2] for _ in counts)
+
+
+@pytest.mark.usefixtures("short_patience")
+@pytest.mark.parametrize("verb", ["put", "delete", "match"])
+def test_a_frozen_target_is_asked_no_more_once_the_view_says_that_it_is_down(cluster, monkeypatch, verb) -> None:
+    monkeypatch.setattr("kvstore_client.core.random.shuffle", lambda names: names.sort())  # t0 is asked for the view
+    for name in ("copies.LAST_SILENCE_NS", "write_verbs.LAST_SILENCE_NS", "read_verbs.PLACE_SILENCE_NS"):
+        monkeypatch.setattr(f"kvstore_client.{name}", limits.LAST_SILENCE_NS // 8)
+    go_on = threading.Event()
+
+    def frozen(link, frame) -> bool:
+        go_on.wait(60)
+        return False
+
+    cluster.show(copies=2)
+    with KVClient.connect(cluster.nodes[0].address, deadline=30) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+        cluster.show(copies=2, states={1: "down"})
+        cluster.nodes[1].script = frozen
+        try:
+            if verb == "put":
+                other = NAMESPACE.keys(list(range(1000, 1000 + 4 * COUNT)))
+                assert [one.copies for one in ns.put(other, PAYLOADS)] == [2] * COUNT
+            elif verb == "delete":
+                assert Miss(MissReason.UNAVAILABLE) in ns.delete(KEYS), "that one may still have it"
+                assert not cluster.nodes[0].records
+            else:
+                with ns.match(KEYS) as found:
+                    assert found.chunks == COUNT
+            stats = client.stats()
+            assert (stats["breaker_opened"], stats["retries"]) == (0, 1)
+        finally:
+            go_on.set()
