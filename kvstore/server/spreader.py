@@ -86,6 +86,11 @@ class _Group:
     told: bool = False
     due_ns: int = 0
 
+    @property
+    def line(self) -> tuple[TargetId, bytes]:
+        """Groups of one line are told one after another, in the order that their records were chosen in."""
+        return self.target.id, self.digest
+
 
 class Spreader:
     """See the module. One round at a time over all drives of this worker.
@@ -104,6 +109,7 @@ class Spreader:
         self._plan: SpreadPlan | None = None
         self._round: _Round | None = None
         self._groups: list[_Group] = []
+        self._introduced: set[tuple[TargetId, bytes]] = set()  # who has been told of which namespace in this round
         self._go_on: Callable[[], None] | None = None
         self._go_on_ns = 0
         self._round_ns = _NEVER_NS
@@ -127,7 +133,7 @@ class Spreader:
 
     def poll(self, now_ns: int) -> None:
         """Go on with what is due."""
-        for group in [group for group in self._groups if group.due_ns <= now_ns]:
+        for group in [group for group in self._sayable() if group.due_ns <= now_ns]:
             group.due_ns = _NEVER_NS  # until it is answered
             self._say(group)
         if self._go_on is not None and now_ns >= self._go_on_ns and len(self._groups) < SPREAD_GROUPS_MAX:
@@ -140,8 +146,24 @@ class Spreader:
             self._round_over()
         self.due_ns = self._next_ns()
 
+    def _sayable(self) -> list[_Group]:
+        """Groups that wait for nothing but their time.
+
+        What is not taken yet goes before what comes after it: who is told of the tail of a chain first fetches it
+        first, and until the beginning is there, too, nobody can use it.
+        """
+        lines: set[tuple[TargetId, bytes]] = set()
+        found: list[_Group] = []
+        for group in self._groups:
+            if group.told:
+                found.append(group)
+            elif group.line not in lines:
+                lines.add(group.line)
+                found.append(group)
+        return found
+
     def _next_ns(self) -> int:
-        times = [group.due_ns for group in self._groups]
+        times = [group.due_ns for group in self._sayable()]
         if self._go_on is not None and len(self._groups) < SPREAD_GROUPS_MAX:
             times.append(self._go_on_ns)
         if self._round is None:
@@ -153,6 +175,7 @@ class Spreader:
     # --- a round ------------------------------------------------------------------------------------------------------
     def _begin_round(self, plan: SpreadPlan) -> None:
         self._round_ns = _NEVER_NS
+        self._introduced = set()
         if not plan.workers or not (plan.is_draining or self._wants_copies()):
             self._round_over()
             return
@@ -225,6 +248,8 @@ class Spreader:
         if group.told:
             message = Match(namespace=group.digest, keys=b"".join(group.keys), touch=False, count=False)
             self._ask(group, message, MatchReply, self._matched)
+        elif group.line not in self._introduced:
+            self._introduce(group)
         else:
             generation = self._generation(group.digest)
             message = Pull(
@@ -257,18 +282,26 @@ class Spreader:
         if taken and self.plan.is_draining:
             due_ns = self._host.now_ns + SPREAD_RETRY_NS
             self._groups.append(_Group(group.target, group.digest, group.source, taken, told=True, due_ns=due_ns))
-        if statuses and statuses[0] == RefusedReason.UNKNOWN_NAMESPACE and not group.tries:
-            self._introduce(group)
+        if RefusedReason.UNKNOWN_NAMESPACE in statuses:
+            self._introduced.discard(group.line)  # it was started again, with nothing
+        if taken:
+            group.tries = 0  # it goes on
         self._again(group, rest)
 
     def _introduce(self, group: _Group) -> None:
-        """The other worker has not heard of a namespace."""
+        """Tell another worker of a namespace before its first records, which say how many copies it wants."""
         manifest = next(
             (found for drive in self._drives if (found := drive.engine.store.namespaces.manifest(group.digest))), None
         )
-        if manifest is not None:
-            forget = Forget(manifest=manifest, generation=self._generation(group.digest))
-            self._host.ask(group.target, Errand(forget, End, lambda _: None, lambda _: None))
+        if manifest is None:  # it was forgotten meanwhile
+            self._again(group, [])
+            return
+        forget = Forget(manifest=manifest, generation=self._generation(group.digest))
+        self._ask(group, forget, End, self._knows)
+
+    def _knows(self, group: _Group, _: Message) -> None:
+        self._introduced.add(group.line)
+        group.due_ns = self._host.now_ns
 
     def _matched(self, group: _Group, answer: Message) -> None:
         assert isinstance(answer, MatchReply)
@@ -289,6 +322,10 @@ class Spreader:
             group.due_ns = self._host.now_ns + SPREAD_RETRY_NS
             return
         self._groups.remove(group)
+        if rest and not group.told:  # nor will it take what waits behind it, unless it does so at once
+            for other in self._groups:
+                if not other.told and other.line == group.line:
+                    other.tries = max(other.tries, tries_max - 1)
         if self.plan.is_draining:
             self.left_behind += len(rest)
 
@@ -324,7 +361,11 @@ class _Round:
         self._drive.engine.store.walker.begin(self)
 
     def choose(self, entries: Entries, ticks: U32) -> I64:
-        """See `Walk.choose`: what should lie elsewhere too; heads before others, then the warmest, then in order."""
+        """See `Walk.choose`: what should lie elsewhere too; heads before others, in order, then the warmest.
+
+        Within a segment the position goes before warmth: a chain that was written for longer than a tick is warmer at
+        its end, which is of no use without its beginning.
+        """
         if self.is_stopped:
             return np.empty(0, np.int64)
         indexes, copies, known = self._placed(entries)
@@ -334,7 +375,7 @@ class _Round:
         if self._heads is not None:
             wanted &= is_head == self._heads
         chosen = np.flatnonzero(wanted)
-        order = np.lexsort((entries["position"][chosen], -ticks[chosen].astype(np.int64), ~is_head[chosen]))
+        order = np.lexsort((-ticks[chosen].astype(np.int64), entries["position"][chosen], ~is_head[chosen]))
         found: I64 = chosen[order]
         return found
 

@@ -71,8 +71,10 @@ class CopyNode:
         made.register(namespace.manifest())
         return made
 
-    def put(self, keys: Sequence[bytes], values: Sequence[bytes], *, namespace: Namespace = SPACE) -> None:
-        """Store records as one chain that begins at the first key, which is also the head of its one run."""
+    def put(
+        self, keys: Sequence[bytes], values: Sequence[bytes], *, namespace: Namespace = SPACE, position: int = 0
+    ) -> None:
+        """Store records as one chain, or a piece from `position` on; the first key is also the head of its one run."""
         client = self.client(namespace)
         outcome = client.put(
             namespace.digest,
@@ -80,7 +82,7 @@ class CopyNode:
             values,
             run_heads=keys[0],
             parents=b"".join([bytes(32), *keys[:-1]]),
-            positions=pack_u32(list(range(len(keys)))),
+            positions=pack_u32(list(range(position, position + len(keys)))),
         )
         assert {status for status, _ in outcome.values()} <= {ItemStatus.STORED, ItemStatus.EXISTS}, outcome
         client.close()

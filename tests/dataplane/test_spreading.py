@@ -135,6 +135,20 @@ def test_nothing_is_pushed_to_who_is_new(tmp_path: Path) -> None:
     lab.close()
 
 
+def arrivals(node: CopyNode, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Keys in the order in which they come into the queue of a node, as they come."""
+    came: list[bytes] = []
+    offer = node.copier.queue.offer
+
+    def noting(namespace: bytes, keys: list[bytes], source: str) -> list[bool]:
+        taken = offer(namespace, keys, source)
+        came.extend(key for key, is_taken in zip(keys, taken, strict=True) if is_taken)
+        return taken
+
+    monkeypatch.setattr(node.copier.queue, "offer", noting)
+    return came
+
+
 # --- drain ------------------------------------------------------------------------------------------------------------
 def test_a_draining_worker_hands_everything_on_and_goes_on_serving(lab: CopyLab) -> None:
     runs = [run(number) for number in range(1, 13)]
@@ -173,6 +187,45 @@ def test_a_drain_goes_heads_first_then_the_warmest(lab: CopyLab, monkeypatch: py
     lab.show(states={"a": TargetState.DRAINING})
     lab.turn_until(lambda: leaving.copier.spreader.is_done)
     assert list(dict.fromkeys(told)) == chain, "the head run, then what follows it"
+
+
+def test_a_drain_arrives_in_the_order_of_the_chain_at_who_has_never_heard_of_the_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = CopyNode(tmp_path, "a"), CopyNode(tmp_path, "b", capacity_bytes=256 * MiB)
+    lab = CopyLab(a, b)
+    chain = [at.to_bytes(32, "little") for at in range(1, 201)]
+    a.put(chain[:100], [VALUE[:5_000]] * 100)
+    a.lab.clock_ns += SECOND_NS  # the end of the chain is warmer than its beginning
+    a.put(chain[100:], [VALUE[:5_000]] * 100, position=100)
+    came = arrivals(b, monkeypatch)
+    lab.show(states={"a": TargetState.DRAINING})
+    lab.turn_until(lambda: a.copier.spreader.is_done)
+    assert came == chain
+    assert b.held(chain) == [True] * 200
+    assert (a.copier.spreader.handed_on, a.copier.spreader.left_behind) == (200, 0)
+    lab.close()
+
+
+def test_what_a_full_queue_refuses_is_told_again_before_what_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = CopyNode(tmp_path, "a"), CopyNode(tmp_path, "b", capacity_bytes=256 * MiB)
+    lab = CopyLab(a, b)
+    b.copier.queue._records_max = 40
+    chain = [at.to_bytes(32, "little") for at in range(1, 201)]
+    a.put(chain, [VALUE[:5_000]] * 200)
+    came = arrivals(b, monkeypatch)
+    lab.show(states={"a": TargetState.DRAINING})
+
+    def is_done() -> bool:
+        pass_time(lab, SECOND_NS // 100)
+        return a.copier.spreader.is_done
+
+    lab.turn_until(is_done)
+    assert came == chain
+    assert b.held(chain) == [True] * 200
+    lab.close()
 
 
 def test_a_drain_ends_although_nobody_takes_anything(lab: CopyLab) -> None:
