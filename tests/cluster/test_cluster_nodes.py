@@ -5,23 +5,33 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from kvstore.cluster.view import TargetState, View
 from kvstore.errors import KVStoreError
+from kvstore.limits import DIGEST_BYTES
 from kvstore.server.grpc_edge.client import ControlClient
 from kvstore.testing.etcd_process import EtcdProcess
+from kvstore.testing.node_line import NodeLine
 from kvstore.testing.serve_process import ServeProcess
-from kvstore.types.results import MissReason
+from kvstore.types.results import MissReason, RefusedReason
 from kvstore_client import Exists, Hit, KVClient, KVLayout, Miss, Namespace, Stored
 from kvstore_client.client import BoundNamespace
 
 CHUNK_BYTES = 64 * 1024
 CHUNKS = 24
 WAIT_SECONDS = 60.0
+SPACE = Namespace(
+    tenant="default",
+    model="m",
+    weights="w",
+    layout=KVLayout.opaque(chunk_bytes=CHUNK_BYTES, chunk_tokens=1, run_bytes=CHUNK_BYTES),
+)
+"""Every chunk is a run of its own, so that they go to both nodes."""
 
 
 def until(check: Callable[[], bool], words: str) -> None:
@@ -82,9 +92,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def spread(client: KVClient) -> BoundNamespace:
-    """Every chunk is a run of its own, so that they go to both nodes."""
-    layout = KVLayout.opaque(chunk_bytes=CHUNK_BYTES, chunk_tokens=1, run_bytes=CHUNK_BYTES)
-    return client.namespace(Namespace(tenant="default", model="m", weights="w", layout=layout))
+    return client.namespace(SPACE)
 
 
 def put_all(client: KVClient, first: int = 0) -> list[object]:
@@ -166,16 +174,20 @@ def test_a_node_that_ends_says_so_and_starts_on_its_last_view_without_etcd(nodes
 
 
 def test_a_worker_whose_supervisor_is_frozen_takes_no_writes(nodes: Nodes) -> None:
+    """Asked of the node itself: a client that is refused there writes to the other one."""
+    fresh = (number.to_bytes(DIGEST_BYTES, "little") for number in count())
     with KVClient.connect([node.wait_ready().data[0] for node in nodes.nodes.values()]) as client:
         assert stored(put_all(client))
-        frozen = nodes.nodes["b"].process
-        frozen.send_signal(signal.SIGSTOP)
-        try:
-            until(
-                lambda: any("node b is fenced" in str(result) for result in put_all(client, 50)), "it stops by itself"
-            )
-            assert hits(client) == CHUNKS
-        finally:
-            frozen.send_signal(signal.SIGCONT)
+        with closing(NodeLine(nodes.nodes["b"].wait_ready().data[0], SPACE)) as line:
+            held = [key.digest for key in spread(client).keys(list(range(CHUNKS))) if line.get(key.digest)[0] == 0]
+            assert held
+            frozen = nodes.nodes["b"].process
+            frozen.send_signal(signal.SIGSTOP)
+            try:
+                until(lambda: line.put(next(fresh), b"late")[0] == RefusedReason.FENCED, "it stops by itself")
+                assert all(line.get(key)[0] == 0 for key in held), "reads go on"
+            finally:
+                frozen.send_signal(signal.SIGCONT)
         until(nodes.settled, "it registers again")
         until(lambda: stored(put_all(client, 100)), "writes go on")
+        until(lambda: hits(client) == CHUNKS, "everything is there")
