@@ -218,6 +218,7 @@ GRAVES_MAX: Final = 65_536  # deletes remembered on a drive
 TELL_RETRY_NS: Final = 1 * SECOND_NS  # before a worker that did not answer is told again what was deleted
 TELL_TRIES_MAX: Final = 30
 HANDOVER_POLL_NS: Final = 100 * MS_NS  # how often a draining worker is asked whether it has handed on all
+HANDOVER_WAIT_NS_MAX: Final = 3600 * SECOND_NS  # that a caller may wait for the end of a drain, as `kvstore --timeout`
 HANDOVER_ANSWER_NS: Final = 500 * MS_NS  # left of a caller's deadline for the answer
 SPREAD_SETTLE_NS: Final = 5 * SECOND_NS  # after a view change, before copies are looked after: more may follow
 SPREAD_REST_NS: Final = 600 * SECOND_NS  # between two rounds over all records

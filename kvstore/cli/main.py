@@ -1,7 +1,8 @@
 """The command `kvstore`. The one file that imports typer; what a command needs is imported when it runs.
 
-Exit status: 0 done; 1 it failed, `check` found damage, or `doctor` something that fails; 2 the request was wrong;
-3 the node (or a port, a drive) is not available now, trying again may help.
+Exit status: 0 done; 1 it failed, `check` found damage, `doctor` something that fails, or records of a drain were not
+taken; 2 the request was wrong; 3 the node (or a port, a drive) is not available now, or a drain not done yet: trying
+again may help.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -21,6 +22,7 @@ from kvstore.limits import DIGEST_BYTES, SECOND_NS, STATUS_NODE_NS
 
 if TYPE_CHECKING:
     from kvstore.server.grpc_edge.client import ControlClient
+    from kvstore.server.report import Drained
 
 EXIT_FAILED: Final = 1
 EXIT_INVALID: Final = 2
@@ -299,10 +301,18 @@ def drain(
     timeout: Timeout = "60s",
     token_file: TokenFile = None,
 ) -> None:
-    """Refuse new puts on a node; gets go on. In a cluster, wait up to --timeout while it hands on what it holds."""
+    """Refuse new puts on a node; gets go on. In a cluster, wait up to --timeout while it hands on what it holds.
+
+    Exit status 0 when all of it was handed on, 3 when that is not done yet, 1 when it is over and some was not taken.
+    """
     with _client(node, timeout, token_file) as client:
-        draining = client.drain(resume=resume)
-    _tell(as_json, {"draining": draining}, "draining: puts are refused" if draining else "takes puts again")
+        drained = client.drain(resume=resume)
+    if not drained.draining:
+        _tell(as_json, {"draining": False}, "takes puts again")
+        return
+    words, status = _drain_outcome(drained)
+    _tell(as_json, asdict(drained), words)
+    sys.exit(status)
 
 
 DriveDir = Annotated[Path, typer.Argument(help="Data folder or block device.")]
@@ -430,6 +440,19 @@ def _client(
         raise InvalidRequest(f"--timeout is {timeout}; give more than nothing and at most 1h")
     token = read_token(token_file) if token_file else b""
     return ControlClient(node, deadline_ns=min(deadline_ns, deadline_ns_max), token=token)
+
+
+def _drain_outcome(drained: Drained) -> tuple[str, int]:
+    """What a person is told of a drain, and the exit status."""
+    count, left = drained.handed_on, drained.left_behind
+    if not drained.done:
+        so_far = f"{count} handed on, {left} not taken so far"
+        return f"draining, but not done yet: {so_far}; it goes on: run it again", EXIT_UNAVAILABLE
+    if left:
+        return f"draining: handed on {count} records, {left} were not taken: they are on this node only", EXIT_FAILED
+    if not count and not drained.receivers:
+        return "draining: puts are refused; nothing can be handed on, for no other node serves", 0
+    return f"draining: handed on {count} records", 0
 
 
 def _asker(yes: bool) -> Callable[[str], bool]:

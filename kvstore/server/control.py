@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
-from kvstore.cluster.view import View
+from kvstore.cluster.view import PLACED_STATES, View
 from kvstore.errors import Internal, InvalidRequest, KVStoreError, Unavailable, UnknownNamespace
 from kvstore.limits import (
     BATCH_ITEMS_MAX,
@@ -26,6 +26,7 @@ from kvstore.server.explain import KeyAsker, explain
 from kvstore.server.fleet import Fleet
 from kvstore.server.report import (
     Answer,
+    Drained,
     KeyAnswer,
     Lookup,
     NamespacePage,
@@ -151,10 +152,11 @@ class Control:
         ]
         return any(value.get("started") is True for value in started)
 
-    async def drain(self, *, resume: bool, within_ns: int = 0) -> None:
+    async def drain(self, *, resume: bool, within_ns: int = 0) -> Drained:
         """Refuse puts on every worker, or take them again.
 
         In a cluster a draining node hands on what it holds: this waits for so long for that to end. It goes on anyway.
+        Says how far it has come.
 
         Raises Unavailable when one does not serve, after the others were told; that one is told once it serves.
         """
@@ -167,19 +169,31 @@ class Control:
                 down = error
         if down is not None:
             raise down
-        while not resume and time.monotonic_ns() < deadline_ns and not await self._has_handed_on():
+        if resume:
+            return Drained(draining=False)
+        while True:
+            drained = await self._drained(deadline_ns)
+            if drained.done or time.monotonic_ns() >= deadline_ns:
+                return drained
             await asyncio.sleep(HANDOVER_POLL_NS / SECOND_NS)
 
-    async def _has_handed_on(self) -> bool:
-        for worker in self.fleet.workers:
-            try:
-                answer = await worker.channel.admin("handover", {}, deadline_ns=CONTROL_DEADLINE_NS)
-            except KVStoreError as error:
-                log.warning("a worker does not say how far it has handed on: %s", error)
-                continue
-            if answer.get("done") is not True:
-                return False
-        return True
+    async def _drained(self, deadline_ns: int) -> Drained:
+        """How far all workers have handed on; one that does not say is not done."""
+        wait_ns = min(max(deadline_ns - time.monotonic_ns(), HANDOVER_POLL_NS), CONTROL_DEADLINE_NS)
+        parts = await asyncio.gather(*(_handover(worker, wait_ns) for worker in self.fleet.workers))
+        own = {target.id for target, _, _ in self.fleet.served()}
+        others = {
+            target.node_id
+            for target in self.fleet.view.targets
+            if target.state in PLACED_STATES and target.id not in own
+        }
+        return Drained(
+            draining=True,
+            done=all(part.done for part in parts),
+            handed_on=sum(part.handed_on for part in parts),
+            left_behind=sum(part.left_behind for part in parts),
+            receivers=len(others),
+        )
 
     async def reload_tenants(self) -> int:
         """Read the tenants file again and tell the workers; says how many tenants there are.
@@ -216,6 +230,19 @@ class Control:
             return answers or [_absent(key) for key in _split(keys)]
 
         return ask
+
+
+async def _handover(worker: WorkerHandle, deadline_ns: int) -> Drained:
+    """How far a worker has handed on; as if it had not begun when it does not say."""
+    try:
+        answer = await worker.channel.admin("handover", {}, deadline_ns=deadline_ns)
+    except KVStoreError as error:
+        log.debug("a worker does not say how far it has handed on: %s", error)  # ten times a second while it is down
+        return Drained(draining=True)
+    handed_on, left_behind = answer.get("handed_on"), answer.get("left_behind")
+    if not isinstance(handed_on, int) or not isinstance(left_behind, int):
+        raise Internal(f"the worker told of its hand-over as {answer!r:.200}")
+    return Drained(draining=True, done=answer.get("done") is True, handed_on=handed_on, left_behind=left_behind)
 
 
 async def _check_owner(worker: WorkerHandle, namespace: bytes, tenant: str, deadline_ns: int) -> None:

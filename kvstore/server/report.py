@@ -184,6 +184,25 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """How far a node has handed on what it holds, so far.
+
+    Attributes:
+        draining: puts are refused; the others are of use only then.
+        done: every worker has said that it has nothing (more) to hand on.
+        handed_on: records that other nodes have been seen to hold, once for each node that is to have one.
+        left_behind: records that nobody took.
+        receivers: other nodes that serve; without any, nothing can be handed on.
+    """
+
+    draining: bool
+    done: bool = False
+    handed_on: int = 0
+    left_behind: int = 0
+    receivers: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeyAnswer:
     """Why one key is what it is. `status` is "hit" or a miss reason; `ago_ns` is 0 where the time is not known."""
 

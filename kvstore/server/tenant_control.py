@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvstore.errors import Denied
 from kvstore.server.control import Control
-from kvstore.server.report import Answer, Lookup, NamespacePage, NodeReport, Question
+from kvstore.server.report import Answer, Drained, Lookup, NamespacePage, NodeReport, Question
 from kvstore.server.tenants import Grant, Scope
 
 
@@ -80,10 +80,10 @@ class TenantControl(Control):
         self._grant.require(Scope.ADMIN, "a scrub")
         return await super().scrub(bytes_second, deadline_ns=deadline_ns)
 
-    async def drain(self, *, resume: bool, within_ns: int = 0) -> None:
+    async def drain(self, *, resume: bool, within_ns: int = 0) -> Drained:
         """See `Control`."""
         self._grant.require(Scope.ADMIN, "a drain")
-        await super().drain(resume=resume, within_ns=within_ns)
+        return await super().drain(resume=resume, within_ns=within_ns)
 
     async def reload_tenants(self) -> int:
         """See `Control`."""

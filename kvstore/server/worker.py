@@ -104,8 +104,10 @@ class Worker:
     def handover(self) -> Handover:
         """See `WorkerControl.handover`."""
         copier = self._plane.copier
-        if copier is None or not self._plane.is_draining:
-            return Handover(done=True)
+        if copier is None:
+            return Handover(done=True)  # a node on its own
+        if not self._plane.is_draining:
+            return Handover(done=False)  # started again, and not told yet
         spreader = copier.spreader
         return Handover(done=spreader.is_done, handed_on=spreader.handed_on, left_behind=spreader.left_behind)
 

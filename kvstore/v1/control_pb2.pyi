@@ -347,10 +347,18 @@ class DrainRequest(_message.Message):
     def __init__(self, resume: bool = ...) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ("draining",)
+    __slots__ = ("draining", "done", "handed_on", "left_behind", "receivers")
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    HANDED_ON_FIELD_NUMBER: _ClassVar[int]
+    LEFT_BEHIND_FIELD_NUMBER: _ClassVar[int]
+    RECEIVERS_FIELD_NUMBER: _ClassVar[int]
     draining: bool
-    def __init__(self, draining: bool = ...) -> None: ...
+    done: bool
+    handed_on: int
+    left_behind: int
+    receivers: int
+    def __init__(self, draining: bool = ..., done: bool = ..., handed_on: _Optional[int] = ..., left_behind: _Optional[int] = ..., receivers: _Optional[int] = ...) -> None: ...
 
 class ReloadTenantsRequest(_message.Message):
     __slots__ = ()

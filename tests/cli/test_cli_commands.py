@@ -109,7 +109,9 @@ def test_explain_reads_tokens_and_manifest_from_files(ready: Ready, tmp_path: Pa
 
 
 def test_drain_and_resume(ready: Ready) -> None:
-    assert json.loads(answer(ready, "drain", "--json")) == {"draining": True}
+    alone = {"draining": True, "done": True, "handed_on": 0, "left_behind": 0, "receivers": 0}
+    assert json.loads(answer(ready, "drain", "--json")) == alone
+    assert "nothing can be handed on, for no other node serves" in answer(ready, "drain")
     assert "draining" in answer(ready, "status")
     assert answer(ready, "drain", "--resume") == "takes puts again\n"
 

@@ -67,6 +67,8 @@ def carry_out(way: str, launch: WorkerLaunch, verb: str, arguments: Mapping[str,
     if verb == "drain":
         DRAINS.append(arguments["resume"])
     if verb == "handover":
+        if way == "mute":
+            raise errors.Unavailable("no answer")
         return {"done": True, "handed_on": 0, "left_behind": 0}
     if verb == "drains":
         return {"resume": DRAINS}

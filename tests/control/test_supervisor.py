@@ -22,7 +22,7 @@ from kvstore import errors
 from kvstore.cluster.view import TargetState, View
 from kvstore.limits import BATCH_ITEMS_MAX, DIGEST_BYTES, SECOND_NS, SERIES_MAX, MiB
 from kvstore.server.grpc_edge.client import ControlClient
-from kvstore.server.report import NodeState, Question, WorkerState
+from kvstore.server.report import Drained, NodeState, Question, WorkerState
 from kvstore.telemetry.registry import number
 from kvstore.testing.serve_process import Ready, ServeProcess, wait_until_gone
 from kvstore.v1 import control_pb2
@@ -252,11 +252,11 @@ def test_a_node_without_data_knows_no_namespace(client: ControlClient) -> None:
 
 def test_drain_refuses_puts_and_can_be_taken_back(client: ControlClient) -> None:
     epoch = client.view().epoch
-    assert client.drain()
+    assert client.drain() == Drained(draining=True, done=True), "a node alone has nobody to hand on to"
     assert client.report().state is NodeState.DRAINING
     assert wait_for_view(client, TargetState.DRAINING).epoch > epoch
     assert client.healthy(), "a drained node still answers gets"
-    assert not client.drain(resume=True)
+    assert not client.drain(resume=True).draining
     assert wait_for_view(client, TargetState.SERVING).epoch > epoch + 1
 
 

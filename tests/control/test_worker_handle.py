@@ -16,7 +16,7 @@ from kvstore.limits import MS_NS, SECOND_NS, WORKER_BACKOFF_NS_MAX, WORKER_BACKO
 from kvstore.server.control import Control
 from kvstore.server.fleet import Fleet
 from kvstore.server.launch import WorkerLaunch
-from kvstore.server.report import NodeState, WorkerState
+from kvstore.server.report import Drained, NodeState, WorkerState
 from kvstore.server.worker_handle import Pulse, WorkerHandle, backoff_ns
 from kvstore.telemetry.metrics import SupervisorMetrics
 from kvstore.wire.codec import Plain
@@ -221,6 +221,15 @@ def test_a_worker_that_is_down_keeps_no_other_from_being_drained() -> None:
         assert handle.state is WorkerState.DRAINING
 
     serve("well", work)
+
+
+def test_a_worker_that_does_not_say_how_far_it_has_come_is_not_done() -> None:
+    async def work(handle: WorkerHandle) -> None:
+        fleet = Fleet(node_id="n", start_epoch=1, metrics=SupervisorMetrics())
+        fleet.adopt([handle])
+        assert await Control(fleet).drain(resume=False) == Drained(draining=True, done=False)
+
+    serve("mute", work)
 
 
 def test_an_answer_that_comes_too_late_is_not_taken_for_the_next() -> None:

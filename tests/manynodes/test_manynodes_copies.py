@@ -5,8 +5,10 @@ The tests of this module share one cluster and run in their order.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -72,8 +74,14 @@ def test_replicas_of_head_runs_that_a_dead_node_had_come_back(cluster: Cluster) 
 def test_all_that_a_drained_node_held_is_found_elsewhere(cluster: Cluster) -> None:
     lab, chains = cluster.lab, cluster.chains
     everything = b"".join(key.digest for chain in chains.keys for key in chain)
+    held = lab.lookup("n3", chains.namespace.digest, everything)
+    assert held is not None
     done = lab.drain("n3")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    told = json.loads(lab.drain("n3", "--json").stdout)
+    assert (told["done"], told["left_behind"]) == (True, 0)
+    assert told["handed_on"] >= held.count(0) > 0, "each record once for each node that is to have it"
+    assert done.stdout == f"draining: handed on {told['handed_on']} records\n"
     assert min(copies_of(lab, chains, everything, without="n3")) >= 1, f"seed {SEED}: {lab.log('n3')[-2000:]}"
     assert chains.read(cluster.client).share == 1.0, "while it still serves"
     lab.terminate("n3")
@@ -103,3 +111,23 @@ def test_what_was_deleted_while_a_node_was_away_does_not_come_back_with_it(clust
     assert not any(cluster.client.namespace(chains.namespace).contains(chain))
     assert chains.read(cluster.client).tokens[1:] == (SHAPE.tokens,) * (CHAINS - 1), "all else is there"
     assert is_gone()
+
+
+def test_a_drain_that_is_not_done_or_that_nobody_takes_says_so(tmp_path: Path) -> None:
+    options = LabOptions(drain_timeout="5s", arguments=("--repair-rate", "0"))  # nobody ever fetches anything
+    with ClusterLab(tmp_path, nodes=("n0", "n1"), options=options) as lab:
+        lab.wait_settled()
+        chains = Chains(count=2, seed=SEED, shape=SHAPE)
+        with KVClient.connect(lab.data_addresses()) as client:
+            chains.put_all(client)
+        soon = lab.drain("n0", "--timeout", "3s")
+        assert soon.returncode == 3, (soon.stdout, soon.stderr)
+        assert soon.stdout.startswith("draining, but not done yet: ")
+        assert soon.stdout.endswith(" handed on, 0 not taken so far; it goes on: run it again\n")
+        over = lab.drain("n0", "--json")  # waits for longer than other commands may
+        assert over.returncode == 1, (over.stdout, over.stderr)
+        told = json.loads(over.stdout)
+        left, heads = told.pop("left_behind"), told.pop("handed_on")  # of head runs both have a copy from the start
+        assert told == {"draining": True, "done": True, "receivers": 1}
+        assert left > 0
+        assert f"handed on {heads} records, {left} were not taken" in lab.drain("n0").stdout

@@ -14,7 +14,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.limits import CONTROL_DEADLINE_NS, SECOND_NS
 from kvstore.server.grpc_edge import messages
 from kvstore.server.grpc_edge.codes import BEARER, CHANNEL_OPTIONS, TOKEN_METADATA, error_of
-from kvstore.server.report import Answer, Lookup, NamespacePage, NodeReport, Question
+from kvstore.server.report import Answer, Drained, Lookup, NamespacePage, NodeReport, Question
 from kvstore.v1 import control_pb2 as pb
 from kvstore.v1 import control_pb2_grpc as pb_grpc
 
@@ -103,9 +103,9 @@ class ControlClient:
         """Verify all records; False when a round was in progress."""
         return bool(self._call(self._stub.Scrub, pb.ScrubRequest(bytes_second=bytes_second)).started)
 
-    def drain(self, *, resume: bool = False) -> bool:
-        """Refuse puts, or take them again; True when draining now."""
-        return bool(self._call(self._stub.Drain, pb.DrainRequest(resume=resume)).draining)
+    def drain(self, *, resume: bool = False) -> Drained:
+        """Refuse puts, or take them again; how far the node has handed on what it holds."""
+        return messages.drained_value(self._call(self._stub.Drain, pb.DrainRequest(resume=resume)))
 
     def reload_tenants(self) -> int:
         """Let the node read its tenants file again; how many tenants there are."""

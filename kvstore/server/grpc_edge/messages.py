@@ -9,6 +9,7 @@ from kvstore.limits import SECOND_NS
 from kvstore.server.report import (
     Answer,
     Difference,
+    Drained,
     DriveReport,
     DriveState,
     KeyAnswer,
@@ -241,6 +242,28 @@ def namespace_value(message: pb.NamespaceInfo) -> NamespaceReport:
         generation=message.generation,
         dropped=message.dropped,
         manifest=message.manifest,
+    )
+
+
+def drained_message(drained: Drained) -> pb.DrainResponse:
+    """Inverse of `drained_value`."""
+    return pb.DrainResponse(
+        draining=drained.draining,
+        done=drained.done,
+        handed_on=drained.handed_on,
+        left_behind=drained.left_behind,
+        receivers=drained.receivers,
+    )
+
+
+def drained_value(message: pb.DrainResponse) -> Drained:
+    """Inverse of `drained_message`."""
+    return Drained(
+        draining=message.draining,
+        done=message.done,
+        handed_on=message.handed_on,
+        left_behind=message.left_behind,
+        receivers=message.receivers,
     )
 
 

@@ -11,7 +11,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore.errors import Denied, InvalidRequest, KVStoreError
-from kvstore.limits import CONTROL_DEADLINE_NS, GRPC_CALLS_MAX, HANDOVER_ANSWER_NS, NAMESPACES_PAGE_LIMIT_MAX, SECOND_NS
+from kvstore.limits import (
+    CONTROL_DEADLINE_NS,
+    GRPC_CALLS_MAX,
+    HANDOVER_ANSWER_NS,
+    HANDOVER_WAIT_NS_MAX,
+    NAMESPACES_PAGE_LIMIT_MAX,
+    SECOND_NS,
+)
 from kvstore.server.control import Control
 from kvstore.server.grpc_edge import messages
 from kvstore.server.grpc_edge.codes import BEARER, SERVER_OPTIONS, TOKEN_METADATA, status_of
@@ -146,8 +153,12 @@ class _ControlServicer(pb_grpc.ControlServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
         async def drain(control: Control, deadline_ns: int) -> pb.DrainResponse:
-            await control.drain(resume=request.resume, within_ns=max(deadline_ns - HANDOVER_ANSWER_NS, 0))
-            return pb.DrainResponse(draining=not request.resume)
+            left_seconds = context.time_remaining()
+            if left_seconds is not None:  # it may wait for longer than any other verb
+                deadline_ns = messages.seconds_left_ns(left_seconds, HANDOVER_WAIT_NS_MAX)
+            within_ns = max(deadline_ns - HANDOVER_ANSWER_NS, 0)
+            drained = await control.drain(resume=request.resume, within_ns=within_ns)
+            return messages.drained_message(drained)
 
         return await self._answer(context, drain)
 
