@@ -340,7 +340,7 @@ def inspect_node_settings(
                 from_file = {key: value for key, value in from_file.items() if key != name}
                 sound.pop(name, None)
                 if name in NodeSettings.model_fields:
-                    sound[name] = _DEFAULTS_OF_REQUIRED.get(name, NodeSettings.model_fields[name].default)
+                    sound[name] = _default_as_given(name)
     for check in _CHECKS:
         if check is not _check_drives or (settings.data_dir and settings.capacity):
             try:
@@ -348,6 +348,14 @@ def inspect_node_settings(
             except ValueError as error:
                 faults.append(str(error))
     return settings, tuple(faults)
+
+
+def _default_as_given(name: str) -> object:
+    """The default of a setting as a flag would give it: it is read again, and a duration without a unit is refused."""
+    field = NodeSettings.model_fields[name]
+    if any(getattr(rule, "func", None) is parse_duration for rule in field.metadata):
+        return f"{field.default}ns"
+    return _DEFAULTS_OF_REQUIRED.get(name, field.default)
 
 
 class _Unchecked(NodeSettings):

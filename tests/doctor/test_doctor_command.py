@@ -257,3 +257,11 @@ def test_serve_says_at_the_start_what_doctor_says_and_serves(small: Path, tmp_pa
     assert space["status"] == "failing"
     for words in (space["found"], space["needed"], space["reason"], space["fix"]["shell"], space["fix"]["kubernetes"]):
         assert words in said
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", sorted(NodeSettings.model_fields))
+@pytest.mark.parametrize("value", ["", "much", -1])
+def test_a_setting_that_is_refused_is_told_once(name: str, value: str | int) -> None:
+    _, faults = inspect_node_settings({name: value})
+    assert len(faults) <= 1
