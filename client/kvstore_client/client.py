@@ -146,8 +146,9 @@ class KVClient:
 
     def transports(self) -> Mapping[str, str]:
         """For each target "shm", "rdma" and the port, or "tcp" and why; as far as this process has connected to it."""
-        links = self.session().core.links()
-        return {link.id: link.words_of_way() for link in links if link.local.is_known}
+        core = self.session().core
+        targets = set(core.target_ids())  # other connections only ask for the view
+        return {link.id: link.words_of_way() for link in core.links() if link.id in targets and link.local.is_known}
 
     def stats(self) -> Mapping[str, int]:
         """The client's counters by name (see `kvstore_client.stats.Counters`), this process's only."""

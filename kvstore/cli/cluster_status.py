@@ -10,9 +10,10 @@ from typing import Final
 from kvstore.cluster.view import Relay, Target, View
 from kvstore.errors import KVStoreError
 from kvstore.limits import STATUS_NODES_AT_ONCE
-from kvstore.server.report import DriveReport, NodeReport, NodeWhere, WorkerReport
+from kvstore.server.report import DriveReport, DriveState, NodeReport, NodeWhere, WorkerReport
 
 _SILENT: Final = "no answer"
+_FENCED: Final = "fenced"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,8 @@ class TargetLine:
 
     Attributes:
         state: as the view has it: joining, serving, draining, recovering or down.
-        drive: how its node says the drive is; "no answer" of a node that does not, "" of one that cannot be asked.
+        drive: how its node says the drive is, "fenced" where that is all that is wrong; "no answer" of a node that
+            does not, "" of one that cannot be asked.
         hits, keys: looked up at its worker since that started.
         epoch: of its node's view; 0 where that is not known.
         detail: what is wrong, and what to do.
@@ -117,11 +119,13 @@ def _answered(report: NodeReport, drive: DriveReport, *, state: str, data: tuple
     """Hit rate and throughput are the worker's, which is asked for keys, not for drives."""
     worker: WorkerReport | None = next((one for one in report.workers if one.rail == drive.rail), None)
     is_open = worker is not None and drive.capacity_bytes > 0
+    is_fenced = bool(report.fence) and drive.state is DriveState.SERVING
+    wrong = (f"{drive.path}: {drive.detail}" if drive.detail else "", f"{_FENCED}: {report.fence}" if is_fenced else "")
     return TargetLine(
         node_id=report.node_id,
         id=drive.id,
         state=state,
-        drive=drive.state,
+        drive=_FENCED if is_fenced else drive.state,
         data=data,
         capacity_bytes=drive.capacity_bytes,
         used_bytes=drive.live_bytes if is_open else None,
@@ -131,7 +135,7 @@ def _answered(report: NodeReport, drive: DriveReport, *, state: str, data: tuple
         received_bytes_second=worker.received_bytes_second if is_open and worker else 0.0,
         mode=drive.mode,
         epoch=report.epoch,
-        detail=f"{drive.path}: {drive.detail}" if drive.detail else "",
+        detail="; ".join(filter(None, wrong)),
     )
 
 

@@ -15,13 +15,14 @@ from kvstore.cluster.view import View
 from kvstore.server.report import (
     Answer,
     DriveReport,
+    DriveState,
     KeyAnswer,
     NamespaceAnswer,
     NamespacePage,
     NodeReport,
     TenantReport,
 )
-from kvstore.server.summary import summary_lines, words_of_bytes
+from kvstore.server.summary import summary_lines, words_of_bytes, words_of_count
 
 _DIGEST_CHARACTERS = 16
 _KEYS_SHOWN_MAX = 20
@@ -104,7 +105,8 @@ def show_status(
 
 
 def _show_cluster(screen: Screen, view: View, answers: Sequence[NodeAnswer], lines: Sequence[TargetLine]) -> None:
-    title = f"cluster {view.cluster}: {len(answers)} nodes, {len(view.targets)} targets, epoch {view.epoch}"
+    counts = f"{words_of_count(len(answers), 'node')}, {words_of_count(len(view.targets), 'target')}"
+    title = f"cluster {view.cluster}: {counts}, epoch {view.epoch}"
     screen.grid(title, _TARGET_HEADERS, [_target_row(line) for line in lines])
     silent = [(answer.node_id, answer.grpc, answer.failure) for answer in answers if answer.report is None]
     if silent:
@@ -141,7 +143,7 @@ def _drive_row(drive: DriveReport, report: NodeReport) -> tuple[str, ...]:
     return (
         drive.id[:_DIGEST_CHARACTERS] or "none",
         drive.path,
-        drive.state,
+        "fenced" if report.fence and drive.state is DriveState.SERVING else drive.state,
         words_of_bytes(drive.capacity_bytes) if is_open else "",
         f"{words_of_bytes(drive.live_bytes)} ({100 * drive.live_bytes / drive.capacity_bytes:.0f} %)"
         if is_open

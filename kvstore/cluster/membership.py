@@ -81,6 +81,7 @@ class Membership:
         self._session = secrets.token_hex(8)
         self._lease: Lease | None = None
         self._held_until_ns = clock()
+        self._was_held = False
         self._registered: set[TargetId] = set()  # in this session
         self._taken_over: set[TargetId] = set()
         self._entries: dict[str, Entry] = {}
@@ -104,6 +105,21 @@ class Membership:
     def fenced(self) -> bool:
         """Whether this node must refuse puts, deletes and changes of policy: nobody vouches for it. Gets go on."""
         return self._clock() >= self._held_until_ns or not self._is_vouched_for()
+
+    @property
+    def fence(self) -> str:
+        """Why `fenced`, in words; "" while it is not, and while nothing is registered that could be."""
+        if not self.fenced or not (self._wanted or self._relay):
+            return ""
+        if self._taken_over:
+            return f"another node registered {', '.join(sorted(self._taken_over))}: was the drive moved or copied?"
+        over_ns = self._clock() - self._held_until_ns
+        if over_ns < 0:
+            return "the view of the cluster does not have its targets as they are registered now"
+        since = f"lease lost {over_ns / SECOND_NS:.0f} s ago" if self._was_held else "no lease yet"
+        if self._failure:
+            return f"{since}, cluster store unreachable: {self._failure}"
+        return f"{since}; it registers anew"
 
     @property
     def writes_ns(self) -> int:
@@ -455,6 +471,7 @@ class Membership:
         """The lease is ours for its time since we asked: the store began to count later."""
         self._lease = lease
         self._held_until_ns = asked_ns + lease.ttl_ns
+        self._was_held = True
         if self._fence_timer is not None:
             self._fence_timer.cancel()
         left_s = max(0, self._held_until_ns + MS_NS - self._clock()) / SECOND_NS  # timers may be early by a little

@@ -42,6 +42,7 @@ class Fleet:
         access: the tenants of the node.
         refused_drives: drives that were given to no worker, and why.
         shares, nodes: of tenants' quotas, and all nodes, in a cluster.
+        fence: why the cluster lets this node take no writes; "" when it may.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Fleet:
         self.refused_drives: Sequence[DriveVerdict] = ()
         self.shares: Callable[[], Mapping[str, TenantShare]] = dict
         self.nodes: Callable[[], Sequence[NodeWhere]] = list
+        self.fence: Callable[[], str] = str
         self.grpc_address = ""
         self.metrics_address = ""
 
@@ -179,6 +181,7 @@ class Fleet:
             drives=measured.drives,
             tenants=gathered(measured.uses, self.access.book, self.shares()),
             nodes=tuple(self.nodes()),
+            fence=self.fence(),
         )
 
     def _targets(self, worker: WorkerHandle) -> list[Target]:

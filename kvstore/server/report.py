@@ -113,7 +113,10 @@ class NodeWhere:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """The node, its workers, and the sum of their metrics. `nodes` are those of its cluster, itself among them."""
+    """The node, its workers, and the sum of their metrics. `nodes` are those of its cluster, itself among them.
+
+    `fence` says why the cluster lets the node take no writes, whatever its state; "" when it may.
+    """
 
     node_id: str
     version: str
@@ -128,6 +131,7 @@ class NodeReport:
     drives: tuple[DriveReport, ...] = ()
     tenants: tuple[TenantReport, ...] = ()
     nodes: tuple[NodeWhere, ...] = ()
+    fence: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,6 +99,11 @@ class Seat:
         """Why the cluster store cannot be asked; "" when it can."""
         return self._membership.failure
 
+    @property
+    def fence(self) -> str:
+        """Why the workers refuse puts, deletes and drops for the cluster's sake; "" when they do not."""
+        return self._membership.fence
+
     async def find_owner(self, noted: NotedOwner, *, has_record: bool) -> DriveOwner:
         """Whose drives the node serves, as the cluster says; before `run`. The first node draws the cluster's id.
 
@@ -162,7 +167,7 @@ class Seat:
 
     async def run(self, fleet: Fleet) -> None:
         """Follow the cluster until cancelled."""
-        fleet.shares, fleet.nodes = self._quotas.shares, self._nodes
+        fleet.shares, fleet.nodes, fleet.fence = self._quotas.shares, self._nodes, lambda: self.fence
         note = NodeNote(node_id=self._node_id, grpc=fleet.grpc_address, version=kvstore.__version__)
         self._membership.announce(note)
         tasks = [asyncio.create_task(self._take_part()), asyncio.create_task(self._settle_quotas(fleet))]

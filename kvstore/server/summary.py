@@ -21,7 +21,11 @@ class Line:
 def summary_lines(report: NodeReport) -> Iterator[Line]:
     """What the node is, holds and does, most important first."""
     numbers = report.numbers
-    yield Line(name="state", value=f"{report.state} for {words_of_seconds(report.uptime_seconds)}")
+    if report.fence:
+        yield Line(name="state", value=f"fenced, up for {words_of_seconds(report.uptime_seconds)}")
+        yield Line(name="fenced", value=f"refuses puts, deletes and drops, serves reads: {report.fence}")
+    else:
+        yield Line(name="state", value=f"{report.state} for {words_of_seconds(report.uptime_seconds)}")
     yield Line(name="node", value=f"{report.node_id}, kvstore {report.version}, pid {report.pid}, view {report.epoch}")
     yield Line(name="addresses", value=f"gRPC {report.grpc}, metrics {report.metrics}")
     if not numbers:

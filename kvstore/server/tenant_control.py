@@ -53,7 +53,8 @@ class TenantControl(Control):
             )
             for worker in report.workers
         )
-        return replace(report, numbers={}, drives=(), tenants=own, workers=workers, nodes=())
+        fence = report.fence and "the node is cut off from its cluster"
+        return replace(report, numbers={}, drives=(), tenants=own, workers=workers, nodes=(), fence=fence)
 
     async def namespaces(self, tenant: str, *, after: bytes, limit: int, deadline_ns: int) -> NamespacePage:
         """See `Control`."""

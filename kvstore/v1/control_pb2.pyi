@@ -155,7 +155,7 @@ class NodeWhere(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., grpc: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("node_id", "version", "state", "epoch", "uptime_seconds", "workers", "numbers", "grpc", "metrics", "pid", "drives", "tenants", "nodes")
+    __slots__ = ("node_id", "version", "state", "epoch", "uptime_seconds", "workers", "numbers", "grpc", "metrics", "pid", "drives", "tenants", "nodes", "fence")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +169,7 @@ class Stats(_message.Message):
     DRIVES_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     version: str
     state: str
@@ -182,7 +183,8 @@ class Stats(_message.Message):
     drives: _containers.RepeatedCompositeFieldContainer[Drive]
     tenants: _containers.RepeatedCompositeFieldContainer[TenantUse]
     nodes: _containers.RepeatedCompositeFieldContainer[NodeWhere]
-    def __init__(self, node_id: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., numbers: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., grpc: _Optional[str] = ..., metrics: _Optional[str] = ..., pid: _Optional[int] = ..., drives: _Optional[_Iterable[_Union[Drive, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[NodeWhere, _Mapping]]] = ...) -> None: ...
+    fence: str
+    def __init__(self, node_id: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., numbers: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., grpc: _Optional[str] = ..., metrics: _Optional[str] = ..., pid: _Optional[int] = ..., drives: _Optional[_Iterable[_Union[Drive, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[NodeWhere, _Mapping]]] = ..., fence: _Optional[str] = ...) -> None: ...
 
 class ListNamespacesRequest(_message.Message):
     __slots__ = ("tenant", "limit", "after")

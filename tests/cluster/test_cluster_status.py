@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,14 @@ def test_every_target_has_a_line_whoever_answers() -> None:
     assert (lines["t3"].state, lines["t3"].drive) == ("down", "")
 
 
+def test_a_fenced_node_is_shown_as_such_and_why() -> None:
+    view = View(epoch=9, node_id="", cluster="c", targets=(target("t1", "a"), target("t2", "a")))
+    said = replace(report("a", drive("t1"), drive("t2", state=DriveState.SUSPECT)), fence="lease lost 3 s ago")
+    lines = {line.id: line for line in target_lines(view, (NodeAnswer(node_id="a", grpc="a:7400", report=said),))}
+    assert (lines["t1"].drive, lines["t1"].detail) == ("fenced", "fenced: lease lost 3 s ago")
+    assert lines["t2"].drive == "suspect", "what is worse with it stays"
+
+
 def test_one_that_fails_does_not_keep_the_others_from_answering() -> None:
     def ask(address: str) -> NodeReport:
         if address == "b:7400":
@@ -141,3 +150,30 @@ def test_a_cluster_is_shown_by_any_node_and_with_a_node_that_is_silent(
             assert "2 nodes, 2 targets" in text
         finally:
             nodes["b"].process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.timeout(180)
+def test_a_node_that_lost_its_etcd_says_that_it_is_fenced_until_it_is_back(tmp_path: Path) -> None:
+    (tmp_path / "node").mkdir()
+    with EtcdProcess(tmp_path / "etcd") as etcd:
+        place = ("--cluster", f"etcd://{etcd.members}/fence", "--node-id", "a", "--lease-ttl", "5s")
+        with ServeProcess(tmp_path / "node", *place) as node:
+
+            def until_fence(word: str) -> dict[str, Any]:
+                until = time.monotonic() + 60
+                while True:
+                    seen: dict[str, Any] = json.loads(status(node, "--json"))
+                    if bool(seen["node"]["fence"]) is bool(word) and word in seen["node"]["fence"]:
+                        return seen
+                    assert time.monotonic() < until, seen["node"]["fence"]
+
+            until_fence("")
+            etcd.kill_all()
+            (line,) = until_fence("unreachable")["targets"]
+            assert line["drive"] == "fenced"
+            assert "lease lost" in line["detail"]
+            text = status(node)
+            assert "fenced, up for" in text
+            assert "refuses puts, deletes and drops" in text
+            etcd.restart_all()
+            assert until_fence("")["targets"][0]["drive"] == "serving"

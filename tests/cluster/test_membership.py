@@ -412,11 +412,13 @@ def test_a_node_that_cannot_reach_etcd_is_fenced_before_others_give_it_up(shared
             await until(lambda: second.member.fenced)
             assert second.view == last  # what it knew stays
             assert "cut off" in second.member.failure
+            await until(lambda: second.member.fence.startswith("lease lost "))
+            assert "unreachable: " in second.member.fence
             await until(lambda: first.states()["t1"] is DOWN)
             assert all(was_fenced)
             second.store.mend()
             await until(lambda: not second.member.fenced and first.states()["t1"] is SERVING)
-            assert second.member.failure == ""
+            await until(lambda: second.member.failure == second.member.fence == "")
 
     run(body)
 

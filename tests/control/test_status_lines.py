@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.server.grpc_edge.messages import stats_message, stats_value
 from kvstore.server.report import NodeReport, NodeState
 from kvstore.server.summary import summary_lines
 from kvstore.telemetry.registry import Snapshot
@@ -37,6 +38,28 @@ def test_a_node_that_knows_nothing_yet_shows_no_zeros_as_facts(state: NodeState,
     lines = lines_of(state, {"supervisor": {}})
     assert lines["stored"] == lines["device"] == words
     assert "RAM cache" not in lines
+
+
+def test_a_fenced_node_says_so_first_and_why() -> None:
+    report = NodeReport(
+        node_id="n",
+        version="1",
+        state=NodeState.SERVING,
+        epoch=1,
+        uptime_seconds=1.0,
+        pid=1,
+        grpc="127.0.0.1:1",
+        metrics="127.0.0.1:2",
+        workers=(),
+        numbers={},
+        fence="lease lost 3 s ago",
+    )
+    first, second, *_ = summary_lines(report)
+    assert "serving" not in first.value
+    assert first.value.startswith("fenced")
+    assert "refuses puts" in second.value
+    assert second.value.endswith("lease lost 3 s ago")
+    assert stats_value(stats_message(report)) == report, "it travels"
 
 
 def test_one_record_is_no_records() -> None:

@@ -58,6 +58,7 @@ def stats_message(report: NodeReport) -> pb.Stats:
         drives=[_drive_message(drive) for drive in report.drives],
         tenants=[_tenant_message(use) for use in report.tenants],
         nodes=[pb.NodeWhere(node_id=node.node_id, grpc=node.grpc, version=node.version) for node in report.nodes],
+        fence=report.fence,
     )
 
 
@@ -77,6 +78,7 @@ def stats_value(message: pb.Stats) -> NodeReport:
         drives=tuple(map(_drive_value, message.drives)),
         tenants=tuple(map(_tenant_value, message.tenants)),
         nodes=tuple(NodeWhere(node_id=node.node_id, grpc=node.grpc, version=node.version) for node in message.nodes),
+        fence=message.fence,
     )
 
 
