@@ -167,7 +167,7 @@ class TargetLink:
         if job_patience_ns and self.silent_ns(now_ns) >= job_patience_ns:
             raise Unavailable(
                 f"all {len(self._in_use)} connections to target {self.id} have heard nothing for "
-                f"{self.silent_ns(now_ns) // 1_000_000} ms; it is given up for now"
+                f"{self.silent_ns(now_ns) // 1_000_000} ms; its breaker opens"
             )
 
     def leave_address(self, address: str, now_ns: int) -> bool:
