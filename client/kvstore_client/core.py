@@ -173,7 +173,7 @@ class ClientCore:
         return is_newest
 
     def has_asked_all(self) -> None:
-        """Nobody who could be asked knows the newest view that was heard of: calls go on with this one until it is named again."""
+        """Nobody who could be asked knows the newest view that was heard of: calls go on with this one."""
         self._asked_epoch = self.newest_epoch
 
     def _is_older(self, view: View, now_ns: int) -> bool:
