@@ -34,7 +34,7 @@
 #define KV_OP_READV_FIXED 60
 #define KV_OP_WRITEV_FIXED 61
 
-#define KV_INTERFACE 2                       /* of this module to kvstore.device.uring; see uring_probe.py */
+#define KV_INTERFACE 3                       /* as in kvstore/types/compiled.py; raise both with each change */
 #define KV_VECTORS_MAX 1024                  /* IOV_MAX, readv(2) */
 #define KV_PIECE_BYTES_MAX (1ull << 30)      /* largest registered buffer, io_uring_register(2) */
 #define KV_PIECES_MAX 16384                  /* most registered buffers, io_uring_register(2) */
@@ -52,6 +52,7 @@ struct group {
     Py_buffer memory;
     unsigned left;         /* extents that have not completed */
     PyObject *odd;         /* list of (extent, result) of those that did not come whole; NULL without any */
+    int unsure;            /* a result could not be noted, for want of memory: no extent counts as having come */
 };
 
 struct slot {
@@ -155,6 +156,7 @@ static void release_group(Ring *ring, struct group *group)
 {
     PyObject *op = group->op, *odd = group->odd;
     group->op = group->odd = NULL;
+    group->unsure = 0;
     PyBuffer_Release(&group->memory);
     ring->free_groups[ring->free_group_count++] = (unsigned)(group - ring->groups);
     Py_XDECREF(odd);
@@ -699,7 +701,11 @@ static int finish_group(Ring *ring, struct group *group, PyObject *done, PyObjec
 {
     int failed;
 
-    if (group->odd == NULL) {
+    if (group->unsure) {
+        PyObject *pair = PyTuple_Pack(2, group->op, Py_None);
+        failed = pair == NULL || PyList_Append(scattered, pair) < 0;
+        Py_XDECREF(pair);
+    } else if (group->odd == NULL) {
         PyObject *bytes = PyLong_FromSsize_t(group->memory.len);
         failed = bytes == NULL || PyObject_SetAttr(group->op, name_done_bytes, bytes) < 0
                  || PyList_Append(done, group->op) < 0;
@@ -723,6 +729,7 @@ static int complete_extent(Ring *ring, struct slot *slot, int result, PyObject *
         if (group->odd == NULL)
             group->odd = PyList_New(0);
         failed = pair == NULL || group->odd == NULL || PyList_Append(group->odd, pair) < 0;
+        group->unsure |= failed;
         Py_XDECREF(pair);
     }
     release_slot(ring, slot);
@@ -774,11 +781,11 @@ static int collect(Ring *ring, PyObject *done, PyObject *odd, PyObject *scattere
 }
 
 PyDoc_STRVAR(reap_doc,
-"reap() -> (list of operations, list of (operation, result), list of (operation, list of (extent, result)))\n\n"
+"reap() -> (list of operations, list of (operation, result), list of (operation, list of (extent, result) or None))\n\n"
 "What has completed, without waiting; clears the eventfd. The first list holds operations that moved all their\n"
 "bytes, with done_bytes set; the second all others and every operation of `part_type`, with the bytes moved or\n"
 "-errno; the third scattered reads, all of whose extents have completed, with those that moved less than all their\n"
-"bytes. Buffers are no longer held.");
+"bytes, or None where memory was too short to note which. Buffers are no longer held.");
 
 static PyObject *Ring_reap(Ring *ring, PyObject *unused)
 {

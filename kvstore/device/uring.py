@@ -6,6 +6,7 @@ did not move all its bytes, was handed in unaligned, or waits for room in the ri
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from collections import deque
@@ -21,8 +22,8 @@ from kvstore.errors import Closed
 from kvstore.limits import DEVICE_RETRIES_MAX, REGISTERED_PIECE_BYTES
 from kvstore.telemetry.metrics import DeviceMetrics
 
-Reaped = tuple[list[IoOp], list[tuple[IoOp, int]], list[tuple[ScatteredRead, list[tuple[int, int]]]]]
-"""What moved all its bytes; what else, with the result; scattered reads with the extents that did not."""
+Reaped = tuple[list[IoOp], list[tuple[IoOp, int]], list[tuple[ScatteredRead, list[tuple[int, int]] | None]]]
+"""What moved all its bytes; what else, with the result; scattered reads with the extents that did not, or None."""
 
 
 class Ring(Protocol):
@@ -136,6 +137,8 @@ class UringDevice:
         for op, result in odd:
             self._settle(op, result, done)
         for whole, results in scattered:
+            if results is None:  # there was no memory to note them: what came is not believed
+                results = [(number, -errno.ENOMEM) for number in range(len(whole.lengths))]
             self._settle_extents(whole, results, done)
         self._pump()
         ready, self._ready = self._ready, []

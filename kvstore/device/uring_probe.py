@@ -16,14 +16,16 @@ from kvstore.device.scattered import ScatteredRead
 from kvstore.device.transfer import ALIGNMENT_BYTES, PartOp
 from kvstore.errors import Unavailable
 from kvstore.limits import REGISTERED_PIECE_BYTES
+from kvstore.types.compiled import require_interface
 
 try:
     from kvstore.device import _uring
+
+    require_interface(_uring)
 except ImportError as import_error:
-    BINDING_MISSING = f"kvstore.device._uring is not built ({import_error})"
+    BINDING_MISSING = f"kvstore.device._uring cannot be used ({import_error})"
 else:
-    # of an older build, in a checkout that was not installed anew since
-    BINDING_MISSING = "" if getattr(_uring, "INTERFACE", 0) == 2 else "kvstore.device._uring is of another version"
+    BINDING_MISSING = ""
 
 DISABLED_SYSCTL: Final = Path("/proc/sys/kernel/io_uring_disabled")
 

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Final
 
 from kvstore.doctor.finding import Finding, Fix, Status
+from kvstore.types.compiled import BUILD_AGAIN, require_interface
 
 COMPILED_PARTS: Final[Mapping[str, str]] = {
     "kvstore.device._uring": "drives are driven by a pool of threads",
@@ -18,11 +19,11 @@ COMPILED_PARTS: Final[Mapping[str, str]] = {
 
 
 def read_compiled(names: Mapping[str, str] = COMPILED_PARTS) -> dict[str, str]:
-    """The parts that cannot be imported, and why not."""
+    """The parts that cannot be imported, or are of another build, and why not."""
     missing = {}
     for name in names:
         try:
-            import_module(name)
+            require_interface(import_module(name))
         except ImportError as error:
             missing[name] = str(error)
     return missing
@@ -42,7 +43,7 @@ def check_compiled(missing: Mapping[str, str]) -> Finding:
 
 
 def _fix() -> Fix:
-    again = "pip install --force-reinstall --no-deps kvstore"
+    again = BUILD_AGAIN
     return Fix(
         shell=f"install a C compiler and Python's headers (apt-get install gcc python3-dev), then {again}",
         systemd=f"as for the shell, in the environment of ExecStart: {again}",

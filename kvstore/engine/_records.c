@@ -17,6 +17,7 @@
 #include <nmmintrin.h>
 
 /* format.py, verify.py, location.py, slices.py; the tests compare both checks */
+#define KV_INTERFACE 1 /* of this module to its Python half; raise it, and kvstore/types/compiled.py, with each change of either */
 #define MAGIC_AT 0
 #define CRC_AT 4
 #define SHAPE_AT 8 /* and where the bytes begin that the CRC of a header covers */
@@ -268,5 +269,8 @@ PyMODINIT_FUNC PyInit__records(void)
         PyErr_SetString(PyExc_ImportError, "this processor has no crc32 instruction");
         return NULL;
     }
-    return PyModule_Create(&module);
+    PyObject *made = PyModule_Create(&module);
+    if (made != NULL && PyModule_AddIntConstant(made, "INTERFACE", KV_INTERFACE) < 0)
+        Py_CLEAR(made);
+    return made;
 }

@@ -1,5 +1,9 @@
 """Types of the compiled check, _records.c, where it is described."""
 
+from typing import Final
+
+INTERFACE: Final[int]
+
 def check(
     view: memoryview,
     wants: list[tuple[int, int]],

@@ -16,6 +16,7 @@
 #endif
 
 /* index.py, location.py, namespaces.py; the tests compare both searches */
+#define KV_INTERFACE 1 /* of this module to its Python half; raise it, and kvstore/types/compiled.py, with each change of either */
 #define PAGE_SLOTS 256
 #define BUCKET_SLOTS 8
 #define BUCKET_SHIFT 28 /* 64 - DIRECTORY_DEPTH_MAX - 10 */
@@ -215,5 +216,8 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__search(void)
 {
-    return PyModule_Create(&module);
+    PyObject *made = PyModule_Create(&module);
+    if (made != NULL && PyModule_AddIntConstant(made, "INTERFACE", KV_INTERFACE) < 0)
+        Py_CLEAR(made);
+    return made;
 }

@@ -1,6 +1,10 @@
 """Types of the compiled search, _search.c, where each call is described."""
 
+from typing import Final
+
 from kvstore.engine.location import I64, U32, U64
+
+INTERFACE: Final[int]
 
 def find_many(
     keys: U64,

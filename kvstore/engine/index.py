@@ -23,9 +23,12 @@ from typing import Final
 import numpy as np
 
 from kvstore.engine.location import I64, U8, U16, U32, U64, Bools
+from kvstore.types.compiled import require_interface
 
 try:
     from kvstore.engine import _search
+
+    require_interface(_search)
 except ImportError:
     IS_COMPILED = False
 else:

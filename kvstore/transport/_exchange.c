@@ -25,6 +25,7 @@
 #error "the wire's words are little endian"
 #endif
 
+#define KV_INTERFACE 1 /* of this module to its Python half; raise it, and kvstore/types/compiled.py, with each change of either */
 #define KV_ID_AT 4          /* of the request id, docs/protocol.md "Header" */
 #define KV_SIZES_AT 8
 #define KV_EPOCH_AT 16
@@ -519,6 +520,7 @@ PyMODINIT_FUNC PyInit__exchange(void)
 #endif
     PyObject *made = PyModule_Create(&module);
     if (!made || PyModule_AddType(made, &read_type) < 0 || PyModule_AddType(made, &answer_type) < 0 ||
+        PyModule_AddIntConstant(made, "INTERFACE", KV_INTERFACE) < 0 ||
         PyModule_AddIntConstant(made, "HEAD_BYTES_MAX", KV_HEAD_MAX) < 0 ||
         PyModule_AddIntConstant(made, "DESCRIPTORS_MAX", KV_DESCRIPTORS) < 0) {
         Py_XDECREF(made);

@@ -5,6 +5,7 @@ from typing import Final
 
 DESCRIPTORS_MAX: Final[int]
 HEAD_BYTES_MAX: Final[int]
+INTERFACE: Final[int]
 
 class ReadExchange:
     def __init__(self, *, frame: bytes, head: bytes, key_at: int, record_bytes: int) -> None: ...

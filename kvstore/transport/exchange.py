@@ -14,6 +14,7 @@ from typing import Final, Protocol, TypeAlias
 
 from kvstore.limits import CHECKSUM_BYTES_MIN, DIGEST_BYTES, REGION_DESCRIPTORS_WAITING_MAX, SLICE_BYTES_MAX
 from kvstore.types.checksum import crc32c
+from kvstore.types.compiled import require_interface
 from kvstore.wire.expected import DATA_START
 from kvstore.wire.header import HEADER_BYTES
 from kvstore.wire.plain import CRC_AT, DATA_FLAGS, GET_KEY_AT, GetFrames, PlainData, data_head, plain_data
@@ -21,9 +22,11 @@ from kvstore.wire.slices import DESCRIPTOR_BYTES
 
 try:
     from kvstore.transport import _exchange
+
+    require_interface(_exchange)
 except ImportError as missing:
     IS_COMPILED = False
-    HOW = f"in Python: kvstore.transport._exchange is not built ({missing})"
+    HOW = f"in Python: kvstore.transport._exchange cannot be used ({missing})"
 else:
     IS_COMPILED = True
     HOW = "compiled"

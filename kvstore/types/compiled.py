@@ -1,0 +1,36 @@
+"""The parts in C, and which build of each this code goes with.
+
+Each has a twin in Python that gives the same answers, slower. A checkout or an installation whose Python is newer than
+its compiled files would call them by other rules than they were built with, and read wrong bytes as right ones: so each
+part carries a number, which is raised here and in its `KV_INTERFACE` whenever its arguments, results or constants
+change, and a part of another number is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Final
+
+INTERFACES: Final[Mapping[str, int]] = {
+    "kvstore.device._uring": 3,
+    "kvstore.engine._records": 1,
+    "kvstore.engine._search": 1,
+    "kvstore.transport._exchange": 1,
+}
+BUILD_AGAIN: Final = "pip install --force-reinstall --no-deps kvstore"
+
+
+def require_interface(part: ModuleType) -> None:
+    """Refuse a part of another build as if it could not be imported.
+
+    Raises:
+        ImportError: its number is another than this code goes with, or it has none.
+    """
+    wanted, found = INTERFACES[part.__name__], getattr(part, "INTERFACE", None)
+    if found != wanted:
+        raise ImportError(
+            f"{part.__name__} is of another build: interface {'without a number' if found is None else found}, "
+            f"this code goes with {wanted}; build it again ({BUILD_AGAIN})",
+            name=part.__name__,
+        )
