@@ -11,7 +11,13 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-PARTS = ("kvstore.device._uring", "kvstore.engine._records", "kvstore.engine._search", "kvstore.transport._exchange")
+PARTS = (
+    "kvstore.device._uring",
+    "kvstore.engine._records",
+    "kvstore.engine._search",
+    "kvstore.transport._exchange",
+    "kvstore.transport._inflow",
+)
 
 
 def extensions() -> list[Extension]:

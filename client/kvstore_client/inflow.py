@@ -15,6 +15,7 @@ from typing import Final
 
 from kvstore.errors import KVStoreError
 from kvstore.limits import IO_VECTORS_MAX
+from kvstore.transport import inflow as compiled
 from kvstore.types.checksum import crc32c
 from kvstore.wire.expected import LongRecords, WholeRecords, epoch_of
 from kvstore.wire.header import HEADER_BYTES
@@ -29,7 +30,85 @@ _now_ns = time.monotonic_ns
 _Memory = memoryview | bytearray
 
 
-class Inflow:
+class Timed:
+    """The deadline of one read on a connection, which no one else receives from."""
+
+    __slots__ = ("_connection", "_deadline_ns", "_rearm_at_ns")
+
+    def __init__(self, connection: Connection) -> None:
+        """The request was sent on the connection, whose deadline is ours."""
+        self._connection = connection
+        self._deadline_ns = connection.deadline_ns
+        # from when on the kernel's timeout is too long for what is left; at once when it is too short, or none
+        armed_ns = connection.receive_timeout_ns
+        is_enough = armed_ns >= self._deadline_ns - _now_ns()
+        self._rearm_at_ns = self._deadline_ns - armed_ns + (armed_ns >> 6) if is_enough else 0
+
+    def _arm(self) -> bool:
+        """Sets the kernel's timeout to what is left until the deadline; False when that is nothing.
+
+        A little more than is left, so that it will do for the next call with such a deadline, too.
+        """
+        left_ns = self._deadline_ns - _now_ns()
+        if left_ns <= 0:
+            return False
+        self._connection.arm_receive(left_ns + (left_ns >> 8))
+        self._rearm_at_ns = self._deadline_ns - left_ns + (left_ns >> 7)
+        return True
+
+
+class CompiledInflow(Timed):
+    """What `WholeInflow` is, in one compiled call (`kvstore.transport.inflow`)."""
+
+    __slots__ = ("_receiver", "begun")
+
+    def __init__(
+        self, connection: Connection, records: WholeRecords, views: Sequence[memoryview], request_id: int
+    ) -> None:
+        """As `WholeInflow`."""
+        super().__init__(connection)
+        assert connection.quick is not None, "the node ends reads with data only where that was agreed on"
+        self._receiver = compiled.WholeReceiver(
+            connection.quick[0], records, views, request_id, piece_bytes=_PIECE_BYTES
+        )
+        self.begun: dict[int, tuple[bytes, int]] = {}
+
+    @property
+    def done(self) -> dict[int, bytes]:
+        """See `Inflow`."""
+        return self._receiver.done()
+
+    @property
+    def epoch(self) -> int:
+        """See `Inflow`."""
+        return self._receiver.epoch
+
+    def content_ids(self) -> Sequence[bytes]:
+        """See `Inflow`."""
+        return self._receiver.content_ids()
+
+    def receive(self) -> bytes | None:
+        """See `Inflow`."""
+        receiver = self._receiver
+        while True:
+            is_done = receiver.receive(self._rearm_at_ns)
+            if is_done is None and self._is_armed():
+                continue
+            rest = receiver.rest()
+            if not is_done:
+                return rest
+            if rest:
+                self._connection.close()  # what stands behind a whole answer belongs to no call
+            return None
+
+    def _is_armed(self) -> bool:
+        try:
+            return self._arm()
+        except (OSError, KVStoreError):
+            return False
+
+
+class Inflow(Timed):
     """The frames of one read on a connection, which no one else receives from.
 
     What records are expected is for a subclass to know.
@@ -43,9 +122,6 @@ class Inflow:
     __slots__ = (
         "_begin",
         "_blocks_max",
-        "_connection",
-        "_deadline_ns",
-        "_rearm_at_ns",
         "_receive",
         "_request_id",
         "_views",
@@ -72,20 +148,19 @@ class Inflow:
             block_bytes: Of the pieces of memory that `_open` gives, about.
         """
         assert connection.quick is not None, "the node ends reads with data only where that was agreed on"
-        self._connection = connection
+        super().__init__(connection)
         self._views = views
         self._request_id = request_id
         self._begin = begin
         self._receive = connection.quick[1]
-        self._deadline_ns = connection.deadline_ns
-        # from when on the kernel's timeout is too long for what is left; at once when it is too short, or none
-        armed_ns = connection.receive_timeout_ns
-        is_enough = armed_ns >= self._deadline_ns - _now_ns()
-        self._rearm_at_ns = self._deadline_ns - armed_ns + (armed_ns >> 6) if is_enough else 0
         self._blocks_max = min(IO_VECTORS_MAX - 1, max(1, _PIECE_BYTES // block_bytes))
         self.done: dict[int, bytes] = {}
         self.begun: dict[int, tuple[bytes, int]] = {}
         self.epoch = 0
+
+    def content_ids(self) -> Sequence[bytes]:
+        """The content ids of all items, which are all done."""
+        return list(map(self.done.__getitem__, range(len(self._views))))
 
     def receive(self) -> bytes | None:
         """Receives until all items are done: None. Else all bytes of the frame that it stopped at, as far as it came.
@@ -173,18 +248,6 @@ class Inflow:
                 return came
             buffers = _behind(buffers, count)  # the deadline came, or a signal
 
-    def _arm(self) -> bool:
-        """Sets the kernel's timeout to what is left until the deadline; False when that is nothing.
-
-        A little more than is left, so that it will do for the next call with such a deadline, too.
-        """
-        left_ns = self._deadline_ns - _now_ns()
-        if left_ns <= 0:
-            return False
-        self._connection.arm_receive(left_ns + (left_ns >> 8))
-        self._rearm_at_ns = self._deadline_ns - left_ns + (left_ns >> 7)
-        return True
-
 
 class WholeInflow(Inflow):
     """Records that each come in one slice, in any order and grouping. Loops in C: there may be hundreds in a frame."""
@@ -268,6 +331,16 @@ class LongInflow(Inflow):
             if until == self._records.record_bytes:
                 self.done[item] = content_id
                 del self.begun[item]
+
+
+def whole_inflow(
+    connection: Connection, records: WholeRecords, views: Sequence[memoryview], request_id: int
+) -> CompiledInflow | WholeInflow:
+    """See `WholeInflow`; compiled where that was built."""
+    assert connection.quick is not None, "the node ends reads with data only where that was agreed on"
+    if compiled.IS_COMPILED and isinstance(connection.quick[0], int):
+        return CompiledInflow(connection, records, views, request_id)
+    return WholeInflow(connection, records, views, request_id)
 
 
 def _behind(buffers: Sequence[_Memory], count: int) -> list[memoryview]:

@@ -19,7 +19,7 @@ from kvstore.wire.expected import LongRecords, get_body, whole_records
 from kvstore.wire.header import FrameType
 from kvstore_client.blocking import BlockingDriver
 from kvstore_client.core import ClientCore
-from kvstore_client.inflow import Inflow, LongInflow, WholeInflow
+from kvstore_client.inflow import CompiledInflow, Inflow, LongInflow, whole_inflow
 from kvstore_client.loads import Begun, node_deadline_ns
 from kvstore_client.regions import Item, region_of
 
@@ -87,9 +87,9 @@ def read_straight(
             return None
         body = get_body(namespace, keys, node_deadline_ns(deadline_ns - now_ns))
         request_id = connection.send_at_once(FrameType.GET, body)
-        inflow: Inflow
+        inflow: Inflow | CompiledInflow
         if length <= SLICE_BYTES_MAX:
-            inflow = WholeInflow(connection, whole_records(length, block_bytes), views, request_id)
+            inflow = whole_inflow(connection, whole_records(length, block_bytes), views, request_id)
         else:
             inflow = LongInflow(connection, LongRecords(length, block_bytes), views, request_id)
         rest = inflow.receive()
@@ -115,4 +115,4 @@ def read_straight(
     counters.load_items += count
     counters.load_hits += count
     counters.load_bytes += total
-    return hits_of(length, list(map(inflow.done.__getitem__, range(count))))
+    return hits_of(length, inflow.content_ids())

@@ -14,6 +14,7 @@ COMPILED_PARTS: Final[Mapping[str, str]] = {
     "kvstore.engine._records": "cold reads are checked in Python",
     "kvstore.engine._search": "keys are looked up in Python",
     "kvstore.transport._exchange": "single reads are exchanged in Python",
+    "kvstore.transport._inflow": "batches are received in Python",
 }
 """Module of each part, and what happens without it."""
 

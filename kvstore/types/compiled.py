@@ -17,6 +17,7 @@ INTERFACES: Final[Mapping[str, int]] = {
     "kvstore.engine._records": 1,
     "kvstore.engine._search": 1,
     "kvstore.transport._exchange": 1,
+    "kvstore.transport._inflow": 1,
 }
 BUILD_AGAIN: Final = "pip install --force-reinstall --no-deps kvstore"
 

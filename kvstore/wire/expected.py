@@ -68,10 +68,12 @@ class WholeRecords:
 
     Attributes:
         record_bytes: of each record.
+        block_bytes: the checksum block of all of them.
         cuts: the checksum blocks of a record; empty when it is one.
+        before_id, after_id: what stands in each slice between its item and its content id, and behind that.
     """
 
-    __slots__ = ("_before", "_rest", "_slice_bytes", "cuts", "record_bytes")
+    __slots__ = ("_slice_bytes", "after_id", "before_id", "block_bytes", "cuts", "record_bytes")
 
     def __init__(self, record_bytes: int, block_bytes: int) -> None:
         """
@@ -82,10 +84,11 @@ class WholeRecords:
         words = -(-record_bytes // block_bytes)
         starts = range(0, record_bytes if words > 1 else 0, block_bytes)
         self.record_bytes = record_bytes
+        self.block_bytes = block_bytes
         self.cuts = tuple(slice(at, at + block_bytes) for at in starts)
         self._slice_bytes = DESCRIPTOR_BYTES + 4 * words
-        self._before = _BEFORE_ID.pack(0, record_bytes, 0, FLAG_LAST, words)
-        self._rest = _AFTER_ID.pack(record_bytes, block_bytes)
+        self.before_id = _BEFORE_ID.pack(0, record_bytes, 0, FLAG_LAST, words)
+        self.after_id = _AFTER_ID.pack(record_bytes, block_bytes)
 
     def begin(self, head: bytearray, request_id: int) -> tuple[int, int, bool] | None:
         """Records, body length and whether it ends the call, of a frame with this header; None for any other frame."""
@@ -114,7 +117,7 @@ class WholeRecords:
         view = memoryview(body)
         at = count * DESCRIPTOR_BYTES
         items, befores, content_ids, rests = zip(*_SLICE.iter_unpack(view[:at]), strict=True)
-        if befores.count(self._before) != count or rests.count(self._rest) != count:
+        if befores.count(self.before_id) != count or rests.count(self.after_id) != count:
             return None
         # in the machine's byte order: where that is not the wire's nothing matches, and all is read the general way
         return items, content_ids, view[at:].cast("I").tolist()

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import Closed
+from kvstore.transport import inflow
 from kvstore.types.checksum import crc_table
 from kvstore.types.results import MissReason
 from kvstore.wire import messages as m
@@ -26,8 +27,15 @@ SIZE = 100_000
 BLOCK = 65_536
 
 
+@pytest.fixture(params=["compiled", "python"])
+def inflows(request, monkeypatch) -> None:
+    """Both halves of `kvstore.transport.inflow`."""
+    assert inflow.IS_COMPILED, inflow.HOW
+    monkeypatch.setattr(inflow, "IS_COMPILED", request.param == "compiled")
+
+
 @pytest.fixture
-def client(node):
+def client(node, inflows):
     node.is_brief = True
     with KVClient.connect(node.address, deadline=20) as made:
         yield made

@@ -1,0 +1,34 @@
+"""Types of the compiled inflow, _inflow.c; `inflow.py` describes it."""
+
+from collections.abc import Sequence
+from typing import Final
+
+INTERFACE: Final[int]
+DONE: Final[int]
+ARM: Final[int]
+STOP: Final[int]
+
+class Inflow:
+    epoch: int
+    def __init__(
+        self,
+        *,
+        handle: object,
+        views: Sequence[memoryview],
+        request_id: int,
+        start: bytes,
+        before: bytes,
+        after: bytes,
+        final_flag: int,
+        block_bytes: int,
+        record_bytes: int,
+        slices_max: int,
+        payload_max: int,
+        piece_bytes: int,
+    ) -> None: ...
+    def receive(self, rearm_at_ns: int, /) -> int: ...
+    def rest(self) -> bytes: ...
+    def done(self) -> dict[int, bytes]: ...
+    def content_ids(self) -> list[bytes]: ...
+
+def crc32c(data: bytes | memoryview, /) -> int: ...
