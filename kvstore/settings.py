@@ -10,7 +10,8 @@ import ipaddress
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -91,6 +92,17 @@ def format_size(size_bytes: int) -> str:
         if size_bytes and size_bytes % bytes_each == 0:
             return f"{size_bytes // bytes_each}{unit}"
     return f"{size_bytes}B"
+
+
+def format_duration(duration_ns: int) -> str:
+    """The shortest exact way to write a duration, e.g. "90s" or "2h"; `parse_duration` reads it back."""
+    for unit in ("h", "m", "s", "ms", "us"):
+        if duration_ns and duration_ns % _TIMES[unit] == 0:
+            return f"{duration_ns // _TIMES[unit]}{unit}"
+    return f"{duration_ns}ns"
+
+
+_FORMS: Final[Mapping[object, Callable[[int], str]]] = {parse_size: format_size, parse_duration: format_duration}
 
 
 def _not_negative(value: int) -> int:
@@ -189,8 +201,8 @@ class NodeSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _check(self) -> NodeSettings:
-        for check in _CHECKS:
-            check(self)
+        if faults := list(_faults_of_all(self)):
+            raise ValueError("\n".join(faults))
         return self
 
     @property
@@ -204,73 +216,74 @@ class NodeSettings(BaseSettings):
         return self.advertise or self.host[0]
 
 
-def _check_drives(settings: NodeSettings) -> None:
+def _faults_of_drives(settings: NodeSettings) -> Iterator[str]:
     count = len(settings.data_dir)
     if not 1 <= count <= DATA_DIRS_MAX:
-        raise ValueError(f"data_dir names {count} folders; name 1 to {DATA_DIRS_MAX}")
+        yield f"data_dir names {count} folders; name 1 to {DATA_DIRS_MAX}"
+        return
     if len(set(map(os.path.abspath, settings.data_dir))) < count:
-        raise ValueError(f"data_dir {','.join(settings.data_dir)} names one folder twice; name each once")
+        yield f"data_dir {','.join(settings.data_dir)} names one folder twice; name each once"
     if settings.capacity_each_bytes < CAPACITY_BYTES_MIN:
         each = "the data dir" if count == 1 else f"each of {count} data dirs"
-        raise ValueError(
+        yield (
             f"capacity {format_size(settings.capacity)} gives {each} "
             f"{format_size(settings.capacity_each_bytes)}, at least {format_size(CAPACITY_BYTES_MIN)}; "
             f"set capacity to {format_size(CAPACITY_BYTES_MIN * count)} or more"
         )
-    _check_segment(settings.segment_bytes, settings.capacity_each_bytes)
+    else:
+        yield from _faults_of_segment(settings.segment_bytes, settings.capacity_each_bytes)
     if 0 < settings.drive_endurance < MiB:
-        raise ValueError(
-            f"drive_endurance is {settings.drive_endurance} bytes a day; write it with a unit, such as 2TiB"
-        )
+        yield f"drive_endurance is {settings.drive_endurance} bytes a day; write it with a unit, such as 2TiB"
 
 
-def _check_segment(segment_bytes: int, capacity_bytes: int) -> None:
+def _faults_of_segment(segment_bytes: int, capacity_bytes: int) -> Iterator[str]:
     if segment_bytes == 0:
         return
     most = min(SEGMENT_BYTES_MAX, capacity_bytes // SEGMENTS_MIN // MiB * MiB)
     if not SEGMENT_BYTES_MIN <= segment_bytes <= most or segment_bytes % MiB:
-        raise ValueError(
+        yield (
             f"segment_bytes {format_size(segment_bytes)} must be whole MiB from {format_size(SEGMENT_BYTES_MIN)} to "
             f"{format_size(most)} (a drive has {SEGMENTS_MIN} segments or more); 0 chooses by the capacity"
         )
 
 
-def _check_memory(settings: NodeSettings) -> None:
+def _faults_of_memory(settings: NodeSettings) -> Iterator[str]:
     if settings.staging < STAGING_BYTES_MIN:
-        raise ValueError(
-            f"staging {format_size(settings.staging)} is below {format_size(STAGING_BYTES_MIN)}; raise staging"
-        )
+        yield f"staging {format_size(settings.staging)} is below {format_size(STAGING_BYTES_MIN)}; raise staging"
     memory = memory_limit_bytes()
     wanted = settings.cache + settings.staging
     if memory and wanted > memory * 9 // 10:
-        raise ValueError(
+        yield (
             f"cache {format_size(settings.cache)} and staging {format_size(settings.staging)} together exceed 90 % of "
             f"this machine's memory ({memory // MiB}MiB); lower cache, or set it to 0"
         )
 
 
-def _check_addresses(settings: NodeSettings) -> None:
+def _faults_of_addresses(settings: NodeSettings) -> Iterator[str]:
     name_bytes = len(settings.node_id.encode())
     if name_bytes > NODE_ID_BYTES_MAX:
-        raise ValueError(f"node_id has {name_bytes} bytes, the limit is {NODE_ID_BYTES_MAX}; choose a shorter one")
+        yield f"node_id has {name_bytes} bytes, the limit is {NODE_ID_BYTES_MAX}; choose a shorter one"
     if not settings.host:
-        raise ValueError("host is empty; name an address to listen on, such as 127.0.0.1")
+        yield "host is empty; name an address to listen on, such as 127.0.0.1"
     for host in settings.host:
         if not settings.insecure and not settings.tenants and not is_loopback(host):
-            raise ValueError(
+            yield (
                 f"host {host} is reachable from other machines, and no tenants are known; listen on 127.0.0.1, "
                 "pass --tenants FILE, or pass --insecure where the network is trusted"
             )
         if is_wildcard(host) and not settings.advertise:
-            raise ValueError(
-                f"host {host} names no place that clients can connect to; pass --advertise ADDRESS with it"
-            )
+            yield f"host {host} names no place that clients can connect to; pass --advertise ADDRESS with it"
     ports = [port for port in (settings.grpc_port, settings.data_port, settings.metrics_port) if port]
     if len(set(ports)) < len(ports):
-        raise ValueError(f"grpc_port, data_port and metrics_port must differ, they are {ports}")
+        yield f"grpc_port, data_port and metrics_port must differ, they are {ports}"
 
 
-_CHECKS: Final = (_check_drives, _check_memory, _check_addresses)
+def _faults_of_all(settings: NodeSettings, *, has_drives: bool = True) -> Iterator[str]:
+    """What does not fit together, one line each."""
+    if has_drives:
+        yield from _faults_of_drives(settings)
+    yield from _faults_of_memory(settings)
+    yield from _faults_of_addresses(settings)
 
 
 def memory_limit_bytes() -> int:
@@ -305,9 +318,10 @@ def load_node_settings(flags: Mapping[str, object], *, config: Path | None = Non
     from_file = _read_config(path) if path else {}
     try:
         return _layered(from_file)(**given)
-    except ValidationError as error:
-        lines = [_fault(dict(detail), given, path, from_file) for detail in error.errors()]
-        raise InvalidRequest("\n".join(lines)) from None
+    except ValidationError:
+        # pydantic looks at what does not fit together only where each setting alone is right
+        inspected = _inspect(given, path, from_file)
+        raise InvalidRequest("\n".join((*inspected.missing, *inspected.faults))) from None
 
 
 def inspect_node_settings(
@@ -326,28 +340,43 @@ def inspect_node_settings(
     given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     path = config or (Path(found) if (found := os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG")) else None)
     from_file = _read_config(path) if path else {}
-    faults: list[str] = []
+    inspected = _inspect(given, path, from_file)
+    return inspected.settings, inspected.faults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inspected:
+    """Settings as far as they are sound, and one line for each that is missing or wrong."""
+
+    settings: NodeSettings
+    missing: tuple[str, ...]
+    faults: tuple[str, ...]
+
+
+def _inspect(given: Mapping[str, Any], path: Path | None, from_file: dict[str, Any]) -> _Inspected:
+    faults: dict[str, str] = {}
+    missing: dict[str, str] = {}
     sound = dict(given)
+    left = from_file
     while True:
         try:
-            settings = _layered(from_file, _Unchecked)(**sound)
+            settings = _layered(left, _Unchecked)(**sound)
             break
         except ValidationError as error:
             for entry in error.errors():
                 detail, name = dict(entry), str(entry["loc"][0])
-                if detail["type"] != "missing":
-                    faults.append(_fault(detail, given, path, from_file))
-                from_file = {key: value for key, value in from_file.items() if key != name}
+                told = missing if detail["type"] == "missing" else faults
+                told[name] = _fault(detail, given, path, from_file)
+                left = {key: value for key, value in left.items() if key != name}
                 sound.pop(name, None)
                 if name in NodeSettings.model_fields:
                     sound[name] = _default_as_given(name)
-    for check in _CHECKS:
-        if check is not _check_drives or (settings.data_dir and settings.capacity):
-            try:
-                check(settings)
-            except ValueError as error:
-                faults.append(str(error))
-    return settings, tuple(faults)
+    has_drives = not {"data_dir", "capacity"} & {*faults, *missing}
+    return _Inspected(
+        settings=settings,
+        missing=tuple(missing.values()),
+        faults=(*faults.values(), *_faults_of_all(settings, has_drives=has_drives)),
+    )
 
 
 def _default_as_given(name: str) -> object:
@@ -399,10 +428,27 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise InvalidRequest(f"config file {path} is not valid TOML: {error}") from error
 
 
+_WORDS: Final = {"int_parsing": "write a whole number", "float_parsing": "write a number"}
+
+
+def _message(detail: Mapping[str, Any], name: str) -> str:
+    """What is wrong with one value and what would be right, in the units that people write."""
+    kind, given = str(detail["type"]), detail["input"]
+    rules = NodeSettings.model_fields[name].metadata if name in NodeSettings.model_fields else []
+    form = next((_FORMS[rule.func] for rule in rules if getattr(rule, "func", None) in _FORMS), str)
+    for key, bound, words in (("le", "less_than_equal", "at most"), ("ge", "greater_than_equal", "at least")):
+        if kind == bound:
+            return f"{form(given)} is not allowed; give {words} {form(detail['ctx'][key])}"
+    if kind in _WORDS:
+        return f"{given!r}: {_WORDS[kind]}"
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    return message if repr(given) in message or not name else f"{given!r}: {message[:1].lower() + message[1:]}"
+
+
 def _fault(detail: dict[str, Any], flags: Mapping[str, object], path: Path | None, from_file: dict[str, Any]) -> str:
     """One line for a person out of one entry of pydantic's list."""
     name = ".".join(map(str, detail["loc"][:1]))
-    message = str(detail["msg"]).removeprefix("Value error, ")
+    message = _message(detail, name)
     if not name:
         return message
     flag, variable = f"--{name.replace('_', '-')}", f"{ENVIRONMENT_PREFIX}{name.upper()}"
@@ -417,5 +463,4 @@ def _fault(detail: dict[str, Any], flags: Mapping[str, object], path: Path | Non
         origin = f"environment variable {variable}"
     else:
         origin = f"key {name} of {path}" if name in from_file else f"default of {name}"
-    said = "" if repr(detail["input"]) in message else f"{detail['input']!r}: "
-    return f"{origin}: {said}{message[:1].lower() + message[1:]}"
+    return f"{origin}: {message}"

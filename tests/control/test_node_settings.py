@@ -12,6 +12,7 @@ from kvstore import settings as settings_module
 from kvstore.errors import InvalidRequest
 from kvstore.limits import MS_NS, SECOND_NS, GiB, MiB
 from kvstore.settings import (
+    format_duration,
     format_size,
     is_loopback,
     is_wildcard,
@@ -98,6 +99,48 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: p
     assert load_node_settings(NEEDED).queue_depth == 7
 
 
+def test_every_fault_is_told_one_a_line_whatever_else_is_wrong(tmp_path: Path) -> None:
+    config = tmp_path / "node.toml"
+    config.write_text('staging = "1KiB"\nqueue_depth = "deep"\n')
+    wrong = {
+        "data_dir": "/a,/b,/a",
+        "capacity": "100MiB",
+        "drain_timeout": "2h",
+        "lease_ttl": "1ms",
+        "host": "0.0.0.0",
+        "grpc_port": "7401",
+    }
+    with pytest.raises(InvalidRequest) as caught:
+        load_node_settings(wrong, config=config)
+    told = str(caught.value).splitlines()
+    assert len(told) == 9
+    expected = [
+        ("flag --drain-timeout: 2h is not allowed", "give at most 10m"),
+        ("flag --lease-ttl: 1ms is not allowed", "give at least 1s"),
+        (f"key queue_depth of {config}: 'deep'", "write a whole number"),
+        ("data_dir /a,/b,/a names one folder twice", "name each once"),
+        ("capacity 100MiB gives each of 3 data dirs 33MiB, at least 64MiB", "set capacity to 192MiB"),
+        ("staging 1KiB is below 16MiB", "raise staging"),
+        ("host 0.0.0.0 is reachable from other machines", "--tenants FILE"),
+        ("host 0.0.0.0 names no place", "--advertise ADDRESS"),
+        ("grpc_port, data_port and metrics_port must differ", "[7401, 7401, 7402]"),
+    ]
+    for fault, fix in expected:
+        assert [line for line in told if fault in line and fix in line], fault
+
+
+def test_what_is_missing_does_not_hide_what_is_wrong() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        load_node_settings({"staging": "1KiB"})
+    told = str(caught.value).splitlines()
+    assert [line.split(" is ")[0] for line in told] == ["data_dir", "capacity", "staging 1KiB"]
+
+
+@given(st.integers(min_value=0, max_value=2**60))
+def test_durations_round_trip(duration_ns: int) -> None:
+    assert parse_duration(format_duration(duration_ns)) == duration_ns
+
+
 def test_capacity_is_shared_by_the_drives() -> None:
     found = load_node_settings(NEEDED | {"data_dir": "/a,/b,/c", "capacity": "1GiB"})
     assert found.capacity_each_bytes == 341 * MiB
@@ -124,7 +167,7 @@ def test_capacity_is_shared_by_the_drives() -> None:
         ({"write_amplification_max": "0.5"}, ["--write-amplification-max", "0.5", "1"]),
         ({"queue_depth": "0"}, ["--queue-depth", "1"]),
         ({"drive_endurance": "2"}, ["2TiB"]),
-        ({"drain_timeout": "2h"}, ["--drain-timeout", "600000000000"]),
+        ({"drain_timeout": "2h"}, ["--drain-timeout: 2h is not allowed; give at most 10m"]),
         ({"node_id": "n" * 300}, ["300 bytes", "256", "shorter"]),
         ({"device": "tape"}, ["--device", "'threads'"]),
         ({"colour": "blue"}, ["colour", "known are", "data_dir"]),

@@ -174,10 +174,16 @@ def test_settings_as_far_as_they_are_sound(monkeypatch: pytest.MonkeyPatch) -> N
     assert settings.data_dir == ("/a", "/a")
     assert [
         words
-        for words in ("--cache: 'much'", "KVSTORE_QUEUE_DEPTH", "names one folder twice", "must differ")
+        for words in (
+            "--cache: 'much'",
+            "KVSTORE_QUEUE_DEPTH",
+            "names one folder twice",
+            "set capacity to 128MiB",
+            "must differ",
+        )
         if not any(words in fault for fault in faults)
     ] == []
-    assert len(faults) == 4
+    assert len(faults) == 5
 
 
 def test_sound_settings_are_those_that_serve_takes() -> None:
