@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from kvstore.cli.columns import Column, Kind
 from kvstore.cli.screen import Screen
 from kvstore.doctor.examination import examine
 from kvstore.doctor.finding import Finding, Status, worst
@@ -67,7 +68,8 @@ def _show(screen: Screen, findings: Sequence[Finding]) -> None:
         )
         for finding in findings
     ]
-    screen.grid("", ("", "check", "found", "needed"), rows)
+    texts = (Column(header="found", kind=Kind.TEXT), Column(header="needed", kind=Kind.TEXT))
+    screen.grid("", (Column(header=""), Column(header="check"), *texts), rows)
     for finding in findings:
         if finding.fix is not None:
             screen.line(f"\n{finding.status.value}: {' '.join(filter(None, (finding.check, finding.subject)))}")

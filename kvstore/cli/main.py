@@ -7,9 +7,10 @@ again may help.
 
 from __future__ import annotations
 
+import os
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 EXIT_FAILED: Final = 1
 EXIT_INVALID: Final = 2
 EXIT_UNAVAILABLE: Final = 3
-_WATCH_SECONDS: Final = 2.0
 _FILE_BYTES_MAX: Final = 64 * 1024 * 1024
 
 app = typer.Typer(
@@ -63,6 +63,10 @@ def main() -> None:
         sys.exit(_exit_status(error))
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:
+        # who read it has seen enough (`| head`); what is left of the output must not be tried again at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_FAILED)
 
 
 def _exit_status(error: KVStoreError) -> int:
@@ -180,30 +184,15 @@ def status(
     token_file: TokenFile = None,
 ) -> None:
     """How a node is, and all targets of its cluster: state, space, hit rate, traffic."""
-    from kvstore.cli.cluster_status import ask_all, target_lines
-    from kvstore.cli.render import json_text, show_status
-    from kvstore.cli.screen import Screen
-    from kvstore.server.report import NodeReport
+    from kvstore.cli.status import run_status
 
-    def ask(address: str) -> NodeReport:
-        with _client(address, timeout, token_file, deadline_ns_max=STATUS_NODE_NS) as other:
-            return other.report()
-
-    screen = Screen()
     with _client(node, timeout, token_file) as client:
-        while True:
-            report, view = client.report(), client.view()
-            answers = ask_all(report, report.nodes, ask)
-            lines = target_lines(view, answers) if report.nodes else ()
-            if as_json:
-                print(json_text({"node": report, "view": view, "nodes": answers, "targets": lines}), flush=True)
-            else:
-                if watch:
-                    screen.clear()
-                show_status(screen, report, view, answers, lines)
-            if not watch:
-                return
-            time.sleep(_WATCH_SECONDS)
+        run_status(
+            client,
+            lambda address: _client(address, timeout, token_file, deadline_ns_max=STATUS_NODE_NS),
+            as_json=as_json,
+            watch=watch,
+        )
 
 
 @app.command()
@@ -248,11 +237,12 @@ def explain(
     """Why was this a miss?
 
     Says which field of the namespace differs from what is stored, and for each chunk: stored, never written, evicted
-    and when, quarantined or pending.
+    and when, quarantined or pending. Of a cluster all nodes are asked: where it belongs, and what each of them said.
     """
+    from kvstore.cli.cluster_explain import ask_nodes, merge
     from kvstore.cli.render import json_text, show_answer
     from kvstore.cli.screen import Screen
-    from kvstore.server.report import Question
+    from kvstore.server.report import Answer, NodeWhere, Question
 
     _check_hex(namespace, "--namespace")
     question = Question(
@@ -266,10 +256,21 @@ def explain(
         keys=b"".join(_digest(key, "a key") for key in keys or ()),
         tokens=_tokens(tokens),
     )
-    with _client(node, timeout, token_file) as client:
+    with ExitStack() as stack:
+        client = stack.enter_context(_client(node, timeout, token_file))
+        nodes = client.report().nodes
+        clients = {
+            one.grpc: stack.enter_context(_client(one.grpc, timeout, token_file, deadline_ns_max=STATUS_NODE_NS))
+            for one in nodes
+        }
         if namespace:
-            question = replace(question, namespace=_whole_digest(client, tenant, namespace.lower()))
-        answer = client.explain(question)
+            digest = _whole_digest(client, tenant, namespace.lower(), list(clients.values()))
+            question = replace(question, namespace=digest)
+
+        def asking(where: NodeWhere) -> Answer:
+            return clients[where.grpc].explain(question)
+
+        answer = merge(question, client.view(), ask_nodes(nodes, asking)) if nodes else client.explain(question)
     if as_json:
         print(json_text(answer))
     else:
@@ -491,24 +492,31 @@ def _check_hex(text: str, option: str) -> None:
         )
 
 
-def _whole_digest(client: ControlClient, tenant: str, beginning: str) -> bytes:
-    """The digest of the one namespace of the tenant that begins so."""
+def _whole_digest(client: ControlClient, tenant: str, beginning: str, others: Sequence[ControlClient]) -> bytes:
+    """The digest of the one namespace of the tenant that begins so, on any node of the cluster."""
     if len(beginning) == 2 * DIGEST_BYTES:
         return bytes.fromhex(beginning)
-    found: list[bytes] = []
-    after = b""
-    while True:
-        page = client.namespaces(tenant, after=after)
-        found += [item.digest for item in page.namespaces if item.digest.hex().startswith(beginning)]
-        after = page.next
-        if not after:
-            break
+    found = _digests_like(client, tenant, beginning)
+    for other in others:
+        with suppress(Retryable):  # one that is away is named in the answer
+            found |= _digests_like(other, tenant, beginning)
     if len(found) != 1:
         words = "no namespace" if not found else f"{len(found)} namespaces"
         raise InvalidRequest(
             f"--namespace {beginning}: {words} of tenant {tenant!r} begins so; `kvstore namespaces` lists them"
         )
-    return found[0]
+    return found.pop()
+
+
+def _digests_like(client: ControlClient, tenant: str, beginning: str) -> set[bytes]:
+    found: set[bytes] = set()
+    after = b""
+    while True:
+        page = client.namespaces(tenant, after=after)
+        found |= {item.digest for item in page.namespaces if item.digest.hex().startswith(beginning)}
+        after = page.next
+        if not after:
+            return found
 
 
 def _file(path: str, option: str) -> bytes:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from kvstore.cli.cluster_explain import ClusterAnswer
 from kvstore.cli.cluster_status import NodeAnswer, TargetLine, relay_rows
+from kvstore.cli.columns import Column, Kind
 from kvstore.cli.screen import Screen
 from kvstore.cluster.view import View
 from kvstore.server.report import (
@@ -26,36 +28,66 @@ from kvstore.server.summary import summary_lines, words_of_bytes, words_of_count
 
 _DIGEST_CHARACTERS = 16
 _KEYS_SHOWN_MAX = 20
-_DRIVE_HEADERS = (
-    "target",
-    "drive",
-    "state",
-    "capacity",
-    "used",
-    "hit rate",
-    "throughput",
-    "device",
-    "epoch",
-    "what to do",
+_TARGET_CHARACTERS_MIN = 8
+_RATES = (Column(header="out/s", is_number=True), Column(header="in/s", is_number=True))
+_SPACE = (Column(header="capacity", is_number=True), Column(header="used", is_number=True))
+_HIT_RATE = Column(header="hit rate", is_number=True)
+_WORKER_COLUMNS = (
+    Column(header="worker", is_number=True),
+    Column(header="state"),
+    Column(header="pid", is_number=True),
+    Column(header="restarts", is_number=True),
+    Column(header="data", kind=Kind.TEXT),
+    Column(header="detail", kind=Kind.NOTE),
 )
-_TARGET_HEADERS = (
-    "node",
-    "target",
-    "state",
-    "drive",
-    "capacity",
-    "used",
-    "hit rate",
-    "throughput",
-    "device",
-    "epoch",
-    "what is wrong",
+_DRIVE_COLUMNS = (
+    Column(header="target"),
+    Column(header="drive", kind=Kind.NOTE),
+    Column(header="state"),
+    *_SPACE,
+    _HIT_RATE,
+    *_RATES,
+    Column(header="device"),
+    Column(header="what to do", kind=Kind.NOTE),
+)
+_SILENT_COLUMNS = (
+    Column(header="node without an answer"),
+    Column(header="gRPC"),
+    Column(header="why", kind=Kind.NOTE),
+)
+_DIFFERENCE_COLUMNS = (
+    Column(header="field"),
+    Column(header="asked", kind=Kind.TEXT),
+    Column(header="stored", kind=Kind.TEXT),
+)
+_KEY_COLUMNS = (
+    Column(header="chunk", is_number=True),
+    Column(header="key"),
+    Column(header="status"),
+    Column(header="why", kind=Kind.TEXT),
+)
+_TARGET_COLUMNS = (
+    Column(header="node", kind=Kind.HEADING),
+    Column(header="epoch", kind=Kind.HEADING, is_number=True),
+    Column(header="target"),
+    Column(header="state"),
+    *_SPACE,
+    _HIT_RATE,
+    *_RATES,
+    Column(header="device"),
+    Column(header="drive", kind=Kind.NOTE),
+    Column(header="what is wrong", kind=Kind.NOTE),
 )
 
 
 def json_text(value: object) -> str:
     """A report as JSON: dataclasses as objects, bytes as hex, enums as their value."""
     return json.dumps(_plain(value), indent=2, ensure_ascii=False)
+
+
+def json_line(value: object) -> str:
+    """The same on one line."""
+    return json.dumps(_plain(value), ensure_ascii=False)
 
 
 def _plain(value: object) -> Any:
@@ -87,19 +119,20 @@ def show_status(
     """
     screen.table("", [(line.name, line.value) for line in summary_lines(report)])
     workers = [
-        (str(worker.rail), worker.state, str(worker.pid), ", ".join(worker.data), str(worker.restarts), worker.detail)
+        (str(worker.rail), worker.state, str(worker.pid), str(worker.restarts), ", ".join(worker.data), worker.detail)
         for worker in report.workers
     ]
-    screen.grid("", ("worker", "state", "pid", "data", "restarts", "detail"), workers)
+    screen.grid("", _WORKER_COLUMNS, workers)
     if report.drives:
-        screen.grid("", _DRIVE_HEADERS, [_drive_row(drive, report) for drive in report.drives])
+        names = _short_names([drive.id for drive in report.drives])
+        screen.grid("", _DRIVE_COLUMNS, [_drive_row(drive, report, names) for drive in report.drives])
     own = {drive.id for drive in report.drives}
     others = [target for target in view.targets if target.id not in own]
     if answers:
         _show_cluster(screen, view, answers, lines)
     elif others:
         targets = [(target.id, target.state, ", ".join(target.data), f"{target.weight:.2f}") for target in others]
-        screen.grid("", ("target", "state", "data", "weight"), targets)
+        screen.grid("", ("target", "state", Column(header="data", kind=Kind.TEXT), "weight"), targets)
     if report.numbers and report.tenants:
         show_tenants(screen, report.tenants)
 
@@ -107,51 +140,79 @@ def show_status(
 def _show_cluster(screen: Screen, view: View, answers: Sequence[NodeAnswer], lines: Sequence[TargetLine]) -> None:
     counts = f"{words_of_count(len(answers), 'node')}, {words_of_count(len(view.targets), 'target')}"
     title = f"cluster {view.cluster}: {counts}, epoch {view.epoch}"
-    screen.grid(title, _TARGET_HEADERS, [_target_row(line) for line in lines])
+    names = _short_names([line.id for line in lines])
+    screen.grid(title, _TARGET_COLUMNS, [_target_row(line, names) for line in lines])
     silent = [(answer.node_id, answer.grpc, answer.failure) for answer in answers if answer.report is None]
     if silent:
-        screen.grid("", ("node without an answer", "gRPC", "why"), silent)
+        screen.grid("", _SILENT_COLUMNS, silent)
     if view.relays:
-        screen.grid("", ("node", "relay", "state", "data", "label"), relay_rows(view.relays))
+        columns = ("node", "relay", "state", Column(header="data", kind=Kind.TEXT), "label")
+        screen.grid("", columns, relay_rows(view.relays))
 
 
-def _target_row(line: TargetLine) -> tuple[str, ...]:
+def _short_names(ids: Sequence[str]) -> dict[str, str]:
+    """The beginning of each id, as long as it takes to tell all of them apart."""
+    known = set(ids)
+    length = _TARGET_CHARACTERS_MIN
+    while len({one[:length] for one in known}) < len(known):
+        length += 1
+    return {one: one[:length] or "none" for one in known}
+
+
+def _target_row(line: TargetLine, names: Mapping[str, str]) -> tuple[str, ...]:
     used = line.used_bytes
     return (
         line.node_id,
-        line.id[:_DIGEST_CHARACTERS] or "none",
-        line.state or "not in the view",
-        line.drive or "not known",
-        words_of_bytes(line.capacity_bytes) if line.capacity_bytes else "",
-        f"{words_of_bytes(used)} ({100 * used / line.capacity_bytes:.0f} %)" if used is not None else "",
-        f"{100 * line.hits / line.keys:.0f} %" if line.keys else "",
-        f"{words_of_bytes(line.sent_bytes_second)}/s out, {words_of_bytes(line.received_bytes_second)}/s in"
-        if used is not None
-        else "",
-        line.mode,
         str(line.epoch) if line.epoch else "",
+        names[line.id],
+        line.state or "in no view",
+        words_of_bytes(line.capacity_bytes) if line.capacity_bytes else "",
+        *_use_cells(
+            used,
+            line.capacity_bytes,
+            hits=line.hits,
+            keys=line.keys,
+            sent=line.sent_bytes_second,
+            received=line.received_bytes_second,
+        ),
+        line.mode,
+        "" if line.drive == DriveState.SERVING else line.drive,
         line.detail,
     )
 
 
-def _drive_row(drive: DriveReport, report: NodeReport) -> tuple[str, ...]:
+def _use_cells(
+    used: int | None, capacity_bytes: int, *, hits: int, keys: int, sent: float, received: float
+) -> tuple[str, str, str, str]:
+    """How full it is, hit rate, and throughput; empty where it is not known."""
+    if used is None:
+        return "", "", "", ""
+    return (
+        f"{100 * used / capacity_bytes:.1f} %",
+        f"{100 * hits / keys:.0f} %" if keys else "",
+        words_of_bytes(sent),
+        words_of_bytes(received),
+    )
+
+
+def _drive_row(drive: DriveReport, report: NodeReport, names: Mapping[str, str]) -> tuple[str, ...]:
     """A drive as a target: hit rate and throughput are its worker's, which is asked for keys, not for drives."""
     worker = next((one for one in report.workers if one.rail == drive.rail), None)
-    hits, keys = (worker.lookup_hits, worker.lookup_keys) if worker else (0, 0)
-    sent, received = (worker.sent_bytes_second, worker.received_bytes_second) if worker else (0.0, 0.0)
     is_open = bool(drive.capacity_bytes)
     return (
-        drive.id[:_DIGEST_CHARACTERS] or "none",
+        names[drive.id],
         drive.path,
         "fenced" if report.fence and drive.state is DriveState.SERVING else drive.state,
         words_of_bytes(drive.capacity_bytes) if is_open else "",
-        f"{words_of_bytes(drive.live_bytes)} ({100 * drive.live_bytes / drive.capacity_bytes:.0f} %)"
-        if is_open
-        else "",
-        f"{100 * hits / keys:.0f} %" if is_open and keys else "",
-        f"{words_of_bytes(sent)}/s out, {words_of_bytes(received)}/s in" if is_open else "",
+        *_use_cells(
+            drive.live_bytes if is_open else None,
+            drive.capacity_bytes,
+            hits=worker.lookup_hits if worker else 0,
+            keys=worker.lookup_keys if worker else 0,
+            sent=worker.sent_bytes_second if worker else 0.0,
+            received=worker.received_bytes_second if worker else 0.0,
+        ),
         drive.mode,
-        str(report.epoch),
         drive.detail,
     )
 
@@ -172,7 +233,8 @@ def show_tenants(screen: Screen, uses: Sequence[TenantReport]) -> None:
         for use in uses
     ]
     shared = ("used in the cluster", "share here") if is_shared else ()
-    screen.grid("", ("tenant", "used", "quota", *shared, "records", "refused", "weight"), rows)
+    numbers = ("used", "quota", *shared, "records", "refused", "weight")
+    screen.grid("", ("tenant", *(Column(header=name, is_number=True) for name in numbers)), rows)
 
 
 def show_namespaces(screen: Screen, page: NamespacePage) -> None:
@@ -193,11 +255,15 @@ def show_namespaces(screen: Screen, page: NamespacePage) -> None:
         screen.line(f"more with --after {page.next.hex()}")
 
 
-def show_answer(screen: Screen, answer: Answer) -> None:
+def show_answer(screen: Screen, answer: Answer | ClusterAnswer) -> None:
     """The summary, then what each namespace tells."""
     screen.line(answer.summary)
     for namespace in answer.namespaces:
         _show_namespace_answer(screen, namespace)
+    if isinstance(answer, ClusterAnswer):
+        silent = [(one.node_id, one.grpc, one.failure) for one in answer.nodes if one.answer is None]
+        if silent:
+            screen.grid("", _SILENT_COLUMNS, silent)
 
 
 def _show_namespace_answer(screen: Screen, answer: NamespaceAnswer) -> None:
@@ -205,10 +271,10 @@ def _show_namespace_answer(screen: Screen, answer: NamespaceAnswer) -> None:
     title = f"namespace {namespace.digest.hex()[:_DIGEST_CHARACTERS]}: {namespace.model}, {namespace.layout}"
     if answer.differences:
         rows = [(item.field, item.asked, item.stored) for item in answer.differences]
-        screen.grid(title, ("field", "asked", "stored"), rows)
+        screen.grid(title, _DIFFERENCE_COLUMNS, rows)
     if answer.keys:
         lines = [_key_row(at, key) for at, key in enumerate(answer.keys[:_KEYS_SHOWN_MAX])]
-        screen.grid("" if answer.differences else title, ("chunk", "key", "status", "why"), lines)
+        screen.grid("" if answer.differences else title, _KEY_COLUMNS, lines)
     if len(answer.keys) > _KEYS_SHOWN_MAX:
         screen.line(f"and {len(answer.keys) - _KEYS_SHOWN_MAX} more; --json shows all")
 

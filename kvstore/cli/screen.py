@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
+
+from kvstore.cli.columns import Column, Kind, lay_out
 
 
 class Screen:
@@ -45,24 +46,24 @@ class Screen:
             f"[green]{took_s:6.1f} s[/green]  {escape(title)}: [dim]{escape(last)}[/dim]", soft_wrap=True
         )
 
+    @property
+    def _width(self) -> int | None:
+        """None where nobody looks at it in a window: a line of a pipe or a file may be as long as it has to."""
+        return self._console.width if self._console.is_terminal else None
+
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Names and values, one pair a row."""
-        table = Table(title=title, show_header=False, title_justify="left")
-        table.add_column(style="dim")
-        table.add_column()
-        for name, value in rows:
-            table.add_row(escape(name), escape(value))
-        self._console.print()
-        self._console.print(table)
+        self.grid(title, (Column(header=""), Column(header="", kind=Kind.TEXT)), rows)
 
-    def grid(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Rows of cells under headers."""
-        table = Table(title=title, title_justify="left")
-        for header in headers:
-            table.add_column(header, overflow="fold")
-        for row in rows:
-            table.add_row(*map(escape, row))
-        self._console.print(table)
+    def grid(self, title: str, columns: Sequence[Column | str], rows: Sequence[Sequence[str]]) -> None:
+        """Rows of cells under headers, below an empty line; see `columns` for what becomes of wide ones."""
+        self.line("")
+        if title:
+            self._console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
+        whole = [Column(header=column) if isinstance(column, str) else column for column in columns]
+        for line in lay_out(whole, rows, self._width):
+            text = escape(line.text)
+            self._console.print(f"[bold]{text}[/bold]" if line.is_header else text, soft_wrap=True)
 
     def line(self, text: str) -> None:
         """One line of plain text, never wrapped."""

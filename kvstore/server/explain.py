@@ -35,7 +35,8 @@ async def explain(question: Question, namespaces: Sequence[NamespaceReport], ask
     known = next((namespace for namespace in namespaces if namespace.digest == digest), None)
     if known is not None:
         answer = NamespaceAnswer(namespace=known, differences=(), keys=await _ask_keys(question, known, ask))
-        return Answer(summary=_summary_of_known(question, answer), namespace_known=True, namespaces=(answer,))
+        summary = summary_of(question, (answer,), is_known=True)
+        return Answer(summary=summary, namespace_known=True, namespaces=(answer,))
     ranked = [(_differences(question, asked, namespace), namespace) for namespace in namespaces]
     ranked.sort(key=lambda pair: len(pair[0]))
     answers = tuple(
@@ -48,7 +49,21 @@ async def explain(question: Question, namespaces: Sequence[NamespaceReport], ask
             for differences, namespace in ranked[:EXPLAIN_NAMESPACES_MAX]
         ]
     )
-    return Answer(summary=_summary_of_unknown(question, digest, answers), namespace_known=False, namespaces=answers)
+    summary = summary_of(question, answers, is_known=False)
+    return Answer(summary=summary, namespace_known=False, namespaces=answers)
+
+
+def summary_of(
+    question: Question, answers: Sequence[NamespaceAnswer], *, is_known: bool, where: str = "this node"
+) -> str:
+    """One sentence: the answer in short.
+
+    Args:
+        answers: the namespaces, most alike first.
+        is_known: the first of them is the one that was asked about.
+        where: who was asked.
+    """
+    return _summary_of_known(question, answers[0]) if is_known else _summary_of_unknown(question, answers, where)
 
 
 def _asked_manifest(question: Question) -> Manifest | None:
@@ -197,11 +212,11 @@ def _summary_of_keys(keys: Sequence[KeyAnswer]) -> str:
     return f"{stored}; the first miss is chunk {at}: {first.text or first.status}"
 
 
-def _summary_of_unknown(question: Question, digest: bytes, answers: Sequence[NamespaceAnswer]) -> str:
+def _summary_of_unknown(question: Question, answers: Sequence[NamespaceAnswer], where: str) -> str:
     if not answers:
-        return f"tenant {question.tenant!r} has no namespace here: nothing of it was ever written to this node"
+        return f"tenant {question.tenant!r} has no namespace here: nothing of it was ever written to {where}"
     nearest = answers[0]
-    if digest and not nearest.differences:
+    if (question.namespace or question.manifest) and not nearest.differences:
         return "the namespace is not known here: nothing of it was ever written; its manifest would tell the difference"
     if nearest.differences:
         names = ", ".join(difference.field for difference in nearest.differences)

@@ -54,7 +54,8 @@ class TenantControl(Control):
             for worker in report.workers
         )
         fence = report.fence and "the node is cut off from its cluster"
-        return replace(report, numbers={}, drives=(), tenants=own, workers=workers, nodes=(), fence=fence)
+        nodes = tuple(replace(node, version="") for node in report.nodes)  # whom it may ask about its own
+        return replace(report, numbers={}, drives=(), tenants=own, workers=workers, nodes=nodes, fence=fence)
 
     async def namespaces(self, tenant: str, *, after: bytes, limit: int, deadline_ns: int) -> NamespacePage:
         """See `Control`."""

@@ -6,9 +6,12 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,6 +129,57 @@ def test_the_peer_token_opens_every_node_for_peers_and_shows_nowhere(nodes: Node
             assert not any(token in text for text in shown for token in (first, "another secret for all the nodes"))
 
     asyncio.run(body())
+
+
+def explained(nodes: Nodes, name: str, tenant: str, *arguments: str) -> dict[str, Any]:
+    token = nodes.tenants.parent / f"{tenant}.token"
+    token.write_text(TOKENS[tenant])
+    token.chmod(0o600)
+    command = [sys.executable, "-m", "kvstore", "explain", "--json", "--node", nodes.nodes[name].wait_ready().grpc]
+    command += ["--tenant", tenant, "--token-file", str(token), *arguments]
+    found: dict[str, Any] = json.loads(
+        subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    )
+    return found
+
+
+def test_explain_asks_all_nodes_within_one_tenant(nodes: Nodes) -> None:
+    tokens = list(range(1, 33))
+    asked = ("--tokens", ",".join(map(str, tokens)), "--model", "m")
+
+    async def body() -> None:
+        await until(lambda: _is(nodes.see_each_other()))
+        with nodes.client("a", TOKENS["ours"]) as client:
+            space = client.namespace(namespace_of("ours"))
+            values = [b"v" * CHUNK_BYTES for _ in tokens]
+
+            def is_stored() -> bool:
+                return all(isinstance(one, Stored | Exists) for one in space.put(space.keys(tokens), values))
+
+            await until(lambda: _is(is_stored()))
+
+    asyncio.run(body())
+    found = explained(nodes, "b", "ours", *asked)
+    keys = found["namespaces"][0]["keys"]
+    assert [key["status"] for key in keys] == ["hit"] * len(tokens)
+    belong = {key["text"].partition(";")[0].partition(", was")[0] for key in keys}
+    assert belong >= {"belongs on a", "belongs on b"}, "the chunks are spread over both"
+    assert [(one["node_id"], one["failure"]) for one in found["nodes"]] == [("a", ""), ("b", "")]
+    digest = found["namespaces"][0]["namespace"]["digest"]
+    again = explained(nodes, "a", "ours", *asked, "--namespace", digest[:12])
+    assert [key["status"] for key in again["namespaces"][0]["keys"]] == ["hit"] * len(tokens), "whoever is asked first"
+    others = explained(nodes, "a", "theirs", *asked)
+    assert others["namespaces"] == []
+    nodes.nodes["b"].process.send_signal(signal.SIGSTOP)
+    try:
+        left = explained(nodes, "a", "ours", *asked)
+    finally:
+        nodes.nodes["b"].process.send_signal(signal.SIGCONT)
+    lost = {key["status"] for key in left["namespaces"][0]["keys"] if "b: no answer" in key["text"]}
+    assert lost, "whatever the view says of b meanwhile"
+    assert lost <= {"hit", "unavailable", "absent"}
+    assert len([key for key in left["namespaces"][0]["keys"] if key["status"] == "hit"]) < len(tokens)
+    assert left["summary"].endswith("; no answer from b")
 
 
 def command_line(pid: int) -> str:
