@@ -82,5 +82,6 @@ def _structures(report: CheckReport) -> str:
     return (
         f"{report.bad_superblocks} superblock copies, {report.bad_log_blocks} log blocks, "
         f"{report.bad_index_blocks} index blocks, {report.bad_headers} segment headers, "
+        f"{report.bad_footers} segment footers, "
         f"{report.bad_manifests} manifests"
     )

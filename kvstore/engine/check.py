@@ -30,7 +30,7 @@ class CheckReport:
         live_bytes: of the undamaged ones, padded, headers included.
         bad_records: header, payload or place is not what the index says.
         unreadable_records: the drive failed.
-        bad_superblocks, bad_log_blocks, bad_index_blocks, bad_headers, bad_manifests: damaged structures.
+        bad_superblocks, bad_log_blocks, bad_index_blocks, bad_headers, bad_footers, bad_manifests: damaged structures.
         orphans: records whose namespace is not known.
         dropped: of a namespace's older generation.
         buried: deleted or quarantined.
@@ -48,6 +48,7 @@ class CheckReport:
     bad_log_blocks: int
     bad_index_blocks: int
     bad_headers: int
+    bad_footers: int
     bad_manifests: int
     orphans: int
     dropped: int
@@ -93,8 +94,9 @@ def check_drive(device: Device, *, name: str, on_progress: Callable[[int, int], 
     walk.run(valid)
     bad_index = sum(one.bad_blocks for one in found)
     bad_headers = sum(one.header_bad for one in found)
+    bad_footers = sum(one.rebuilt is not None for one in found)
     damages = walk.bad + walk.unreadable + len(superblocks.bad_copies)
-    damages += log.bad_blocks + bad_index + bad_headers + bad_manifests
+    damages += log.bad_blocks + bad_index + bad_headers + bad_footers + bad_manifests
     return CheckReport(
         clean=damages == 0,
         records=len(valid.entries),
@@ -105,6 +107,7 @@ def check_drive(device: Device, *, name: str, on_progress: Callable[[int, int], 
         bad_log_blocks=log.bad_blocks,
         bad_index_blocks=bad_index,
         bad_headers=bad_headers,
+        bad_footers=bad_footers,
         bad_manifests=bad_manifests,
         orphans=valid.orphans,
         dropped=valid.dropped,

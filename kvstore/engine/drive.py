@@ -25,6 +25,7 @@ from kvstore.engine.superblock import (
 )
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.limits import PAGE_BYTES
+from kvstore.telemetry.metrics import EngineMetrics
 
 DATA_FILE: Final = "kvstore.data"
 
@@ -38,6 +39,7 @@ def prepare_drive(
     capacity_bytes: int = 0,
     segment_bytes: int = 0,
     cluster_id: bytes = bytes(UUID_BYTES),
+    metrics: EngineMetrics | None = None,
 ) -> Superblock:
     """The superblock of a drive, made if the drive is empty.
 
@@ -47,6 +49,7 @@ def prepare_drive(
             segments beyond the new end are lost.
         segment_bytes: for a new store; 0 takes the default. An existing store keeps its own.
         cluster_id: whose the drive is from now on; zeros leave it as it is.
+        metrics: damaged copies are counted here.
 
     Raises:
         FormatUnsupported: something else is on the drive, a newer format, or it is of another cluster.
@@ -71,6 +74,8 @@ def prepare_drive(
         if found.bad_copies:
             _log.warning("%s: superblock copy %s was damaged and is written anew", name, found.bad_copies)
             repair_superblocks(io, found)
+            if metrics is not None:
+                metrics.recovery_bad_structures += len(found.bad_copies)
         superblock = _claim(io, found.superblock, cluster_id, name)
         return superblock if superblock.capacity_bytes == capacity else _resize(io, superblock, capacity)
     except OSError as error:

@@ -139,6 +139,7 @@ class DriveEngine:
             capacity_bytes=settings.capacity_bytes,
             segment_bytes=settings.segment_bytes,
             cluster_id=settings.cluster_id,
+            metrics=self.metrics,
         )
         self._queue = DispatchQueue(device, settings.queue_depth, metrics=self.device_metrics)
         arena = Arena(

@@ -335,6 +335,33 @@ def _index_block_entries(page: memoryview, *, segment: int, generation: int, blo
     return int(count)
 
 
+def footer_behind(
+    page: Buffer, *, segment: int, generation: int, disk_id: bytes, segment_pages: int
+) -> SegmentFooter | None:
+    """The footer that must stand behind a segment's last index block, for one that is damaged; None if it is no block.
+
+    Args:
+        page: the last page but one of the segment.
+    """
+    view = memoryview(page)
+    if not _sealed(view, INDEX_MAGIC, PAGE_BYTES):
+        return None
+    _, _, _, block, _, _, _, _ = _INDEX.unpack_from(view)
+    count = _index_block_entries(view, segment=segment, generation=generation, block=block)
+    index_page = segment_pages - 2 - block
+    if count < 0 or index_page < 1:
+        return None
+    return SegmentFooter(
+        segment=segment,
+        generation=generation,
+        disk_id=disk_id,
+        index_page=index_page,
+        block_count=block + 1,
+        entry_count=block * ENTRIES_PER_BLOCK + count,
+        end_page=index_page,
+    )
+
+
 def distinct(values: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
     """The distinct values in order, and for each value which of them it is. Made for few distinct among many."""
     if not len(values):

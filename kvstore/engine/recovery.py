@@ -23,6 +23,7 @@ from kvstore.engine.format import (
     decode_segment_header,
     distinct,
     entries_in_bounds,
+    footer_behind,
 )
 from kvstore.engine.location import I64, Bools
 from kvstore.engine.log import LogPlace
@@ -160,6 +161,7 @@ class FoundSegment:
         end_page: first page behind everything that was ever placed, as far as is known.
         bad_blocks: index blocks that were damaged.
         header_bad: its header page was damaged; the footer stood in.
+        rebuilt: its footer page was damaged; this is what stood there, as its index tells.
     """
 
     segment: int
@@ -169,6 +171,7 @@ class FoundSegment:
     end_page: int
     bad_blocks: int = 0
     header_bad: bool = False
+    rebuilt: SegmentFooter | None = None
 
 
 def scan_segments(
@@ -185,12 +188,15 @@ def scan_segments(
     """
     count = superblock.segment_count
     heads = _read_ends(io, superblock)
+    rebuilt = _rebuild_footers(io, superblock, heads)
     sealed: list[tuple[FoundSegment, SegmentFooter]] = []
     found: list[FoundSegment] = []
     for segment, (header_page, footer_page) in enumerate(heads):
-        one, footer = _look_at(superblock, log, segment, header_page, footer_page)
+        footer = rebuilt.get(segment) or decode_segment_footer(footer_page)
+        one, footer = _look_at(superblock, log, segment, header_page, footer)
         if one is None:
             continue
+        one.rebuilt = rebuilt.get(segment)
         found.append(one)
         if footer is not None:
             sealed.append((one, footer))
@@ -204,7 +210,7 @@ def scan_segments(
 
 
 def _read_ends(io: BlockingIo, superblock: Superblock) -> list[tuple[memoryview, memoryview]]:
-    """First and last page of every segment; zeros where one cannot be read."""
+    """First and last page of every segment. What cannot be read is zeros in a header, and nonsense in a footer."""
     count, size = superblock.segment_count, superblock.segment_bytes
     memory = pages(2 * count * PAGE_BYTES)
     cut = [memory[at * PAGE_BYTES : (at + 1) * PAGE_BYTES] for at in range(2 * count)]
@@ -216,16 +222,44 @@ def _read_ends(io: BlockingIo, superblock: Superblock) -> list[tuple[memoryview,
     failed = [item for item, error in zip(ranges, io.read_many(ranges), strict=True) if error is not None]
     for item, error in zip(failed, io.read_many(failed), strict=True):
         if error is not None:
-            item.buffer[:] = bytes(PAGE_BYTES)
+            is_header = (item.offset - superblock.segments_offset) % size == 0
+            item.buffer[:] = (b"\0" if is_header else b"\xff") * PAGE_BYTES
     return [(cut[2 * segment], cut[2 * segment + 1]) for segment in range(count)]
 
 
+def _rebuild_footers(
+    io: BlockingIo, superblock: Superblock, heads: list[tuple[memoryview, memoryview]]
+) -> dict[int, SegmentFooter]:
+    """Footers of segments whose last page is damaged, by the index block in front of it. An open segment has none."""
+    uses: dict[int, int] = {}
+    for segment, (header_page, footer_page) in enumerate(heads):
+        header = decode_segment_header(header_page)
+        if header is None or (header.segment, header.disk_id) != (segment, superblock.disk_id):
+            continue
+        if any(memoryview(footer_page).cast("Q")) and decode_segment_footer(footer_page) is None:
+            uses[segment] = header.generation
+    segment_pages = superblock.segment_bytes // PAGE_BYTES
+    start = superblock.segments_offset + superblock.segment_bytes - 2 * PAGE_BYTES
+    ranges = [Range(offset=start + one * superblock.segment_bytes, buffer=pages(PAGE_BYTES)) for one in uses]
+    found: dict[int, SegmentFooter] = {}
+    for (segment, generation), item, error in zip(uses.items(), ranges, io.read_many(ranges), strict=True):
+        footer = footer_behind(
+            item.buffer,
+            segment=segment,
+            generation=generation,
+            disk_id=superblock.disk_id,
+            segment_pages=segment_pages,
+        )
+        if error is None and footer is not None:
+            found[segment] = footer
+    return found
+
+
 def _look_at(
-    superblock: Superblock, log: LogScan, segment: int, header_page: memoryview, footer_page: memoryview
+    superblock: Superblock, log: LogScan, segment: int, header_page: memoryview, footer: SegmentFooter | None
 ) -> tuple[FoundSegment | None, SegmentFooter | None]:
     """What a segment is by its two ends: nothing, open, or sealed (then with its footer)."""
     segment_pages = superblock.segment_bytes // PAGE_BYTES
-    footer = decode_segment_footer(footer_page)
     if footer is not None and not _footer_fits(footer, superblock, segment, segment_pages):
         footer = None
     header = decode_segment_header(header_page)

@@ -14,6 +14,7 @@ from kvstore.engine.format import (
     decode_index_blocks,
     decode_segment_footer,
     entries_in_bounds,
+    footer_behind,
 )
 from kvstore.engine.job import IoQueue, Steps, io
 from kvstore.engine.segment import SegmentTable
@@ -34,6 +35,11 @@ def read_index(queue: IoQueue, table: SegmentTable, segment: int) -> Steps[tuple
         if error is None:
             break  # else a page that cannot be read costs only itself
     footer = decode_segment_footer(tail[-PAGE_BYTES:]) if error is None else None
+    if footer is None and error is None and len(tail) > PAGE_BYTES:
+        last = tail[-2 * PAGE_BYTES : -PAGE_BYTES]  # a damaged footer costs only itself
+        footer = footer_behind(
+            last, segment=segment, generation=generation, disk_id=bytes(16), segment_pages=table.segment_pages
+        )
     if footer is None or footer.segment != segment or footer.generation != generation:
         return nothing, False
     if footer.index_page < 1 or footer.index_page + footer.block_count != table.segment_pages - 1:

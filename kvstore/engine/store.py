@@ -16,7 +16,13 @@ from kvstore.engine.appender import Appender
 from kvstore.engine.arena import Arena
 from kvstore.engine.blocking import BlockingIo
 from kvstore.engine.catalog import Catalog
-from kvstore.engine.format import SegmentHeader, Superblock, encode_segment_header
+from kvstore.engine.format import (
+    SegmentFooter,
+    SegmentHeader,
+    Superblock,
+    encode_segment_footer,
+    encode_segment_header,
+)
 from kvstore.engine.graves import Graves
 from kvstore.engine.heads import HeadReader
 from kvstore.engine.job import Syncer, start
@@ -77,7 +83,8 @@ class RecoveryReport:
     Attributes:
         records, live_bytes: valid ones.
         segments: in use.
-        bad_log_blocks, bad_index_blocks, bad_headers, bad_manifests: damaged structures, each costing only itself.
+        bad_log_blocks, bad_index_blocks, bad_headers, bad_footers, bad_manifests: damaged structures, each costing
+            only itself.
         orphans, dropped, buried, twins: records passed over, as `ValidRecords` counts them.
         not_indexed: valid records that the index had no room for.
         tick_max: the highest access tick on the drive; ticks go on from there.
@@ -90,6 +97,7 @@ class RecoveryReport:
     bad_log_blocks: int
     bad_index_blocks: int
     bad_headers: int
+    bad_footers: int
     bad_manifests: int
     orphans: int
     dropped: int
@@ -214,13 +222,15 @@ class Store:
     def _take_over(
         self, io: BlockingIo, scan: LogScan, found: list[FoundSegment], bad_manifests: int, began_ns: int
     ) -> RecoveryReport:
-        """Fill the tables with what was found, repair headers, and begin to seal what was closing."""
+        """Fill the tables with what was found, repair headers and footers, and begin to seal what was closing."""
         self.namespaces.reserve_ids(int(one.entries["namespace"].max()) for one in found if len(one.entries))
         for one in found:
             self.table.generation[one.segment] = one.generation
             self.table.set_state(one.segment, SegmentState.SEALED)
             if one.header_bad:
                 self._repair_header(io, one)
+            if one.rebuilt is not None:
+                self._repair_footer(io, one.rebuilt)
         generations = {known.ref.id: known.ref.generation for known in self.namespaces}
         valid = valid_records(found, scan.tombstones, generations)
         locations = entry_locations(valid.entries, valid.segments)
@@ -242,6 +252,7 @@ class Store:
             bad_log_blocks=scan.bad_blocks,
             bad_index_blocks=sum(one.bad_blocks for one in found),
             bad_headers=sum(one.header_bad for one in found),
+            bad_footers=sum(one.rebuilt is not None for one in found),
             bad_manifests=bad_manifests,
             orphans=valid.orphans,
             dropped=valid.dropped,
@@ -254,6 +265,9 @@ class Store:
         self.metrics.recovery_ns = report.took_ns
         self.metrics.recovered_records = report.records
         self.metrics.recovery_lost_records = report.orphans + report.not_indexed
+        self.metrics.recovery_bad_structures += (
+            report.bad_log_blocks + report.bad_index_blocks + report.bad_headers + report.bad_footers + bad_manifests
+        )
         took_ms = report.took_ns // MS_NS
         _log.info("recovered %d records of %d bytes in %d ms", report.records, report.live_bytes, took_ms)
         return report
@@ -264,6 +278,13 @@ class Store:
         )
         _log.warning("header of segment %d was damaged and is written anew from its footer or the log", one.segment)
         io.write(self.table.offset(one.segment), encode_segment_header(header))
+
+    def _repair_footer(self, io: BlockingIo, footer: SegmentFooter) -> None:
+        _log.warning("footer of segment %d was damaged and is written anew from its index", footer.segment)
+        try:
+            io.write(self.table.offset(footer.segment, self.table.segment_pages - 1), encode_segment_footer(footer))
+        except OSError as error:
+            _log.warning("footer of segment %d cannot be written: %s", footer.segment, error)
 
     def _reopen(self, found: list[FoundSegment], scan: LogScan) -> None:
         """Go on with the segment that was open last; seal the others that have no index yet."""

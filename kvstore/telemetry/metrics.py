@@ -213,7 +213,13 @@ class EngineMetrics:
     # recovery
     recovery_ns: int = gauge("kvstore_recovery_seconds", "How long the last start took", merge=Merge.MAX, scale=_NS)
     recovered_records: int = gauge("kvstore_recovered_records", "Records found by the last start")
-    recovery_lost_records: int = gauge("kvstore_recovery_lost_records", "Records that the last start found damaged")
+    recovery_lost_records: int = gauge(
+        "kvstore_recovery_lost_records", "Records of unknown namespaces, and those the index had no room for"
+    )
+    recovery_bad_structures: int = gauge(
+        "kvstore_recovery_bad_structures",
+        "Superblocks, log and index blocks, segment headers, footers and manifests that the last start found damaged",
+    )
 
 
 @dataclass(slots=True)

@@ -106,11 +106,13 @@ class StoreRig:
     ) -> None:
         self.device = device
         self.now_ns = now_ns
-        self.superblock = prepare_drive(device, name="rig", capacity_bytes=capacity_bytes, segment_bytes=segment_bytes)
+        self.metrics = EngineMetrics()
+        self.superblock = prepare_drive(
+            device, name="rig", capacity_bytes=capacity_bytes, segment_bytes=segment_bytes, metrics=self.metrics
+        )
         self.arena = Arena(arena_bytes, prefault=False, huge_pages=False)
         self.catalog = Catalog(entries_max=entries_max, segment_count=self.superblock.segment_count, seed=1)
         self.memory = NoCache()
-        self.metrics = EngineMetrics()
         self.queue = DispatchQueue(device, depth)
         self.store = Store(
             queue=self.queue,
