@@ -9,14 +9,13 @@ import struct
 import subprocess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Manifest
 
-NODE: Final = shutil.which("node")
 FOLDER = Path(__file__).resolve().parents[1] / "vectors"
 
 
@@ -122,12 +121,12 @@ def test_this_code_still_makes_the_vectors() -> None:
         assert json.loads(json.dumps(content)) == load(name), f"{name}.json: a pinned format has changed"
 
 
-# The tests above cover the same vectors; where node is not installed there is no such test, rather than a skipped one
-if NODE is not None:
-
-    def test_another_language_agrees() -> None:
-        done = subprocess.run(
-            [str(NODE), str(FOLDER / "check_vectors.mjs")], capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert "values agree" in done.stdout
+@pytest.mark.parametrize("script", ["check_vectors.mjs", "check_bytes.mjs"])
+def test_another_language_agrees(script: str) -> None:
+    """Keys, layouts, namespaces and placement; frames and the bytes of the drive, by the two format pages alone."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node (Debian: nodejs) is not installed")
+    done = subprocess.run([node, str(FOLDER / script)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "values agree" in done.stdout
