@@ -134,8 +134,13 @@ class Reclaimer:
         return sealed
 
     def choose(self) -> int | None:
-        """The segment that goes next, by policy; None where there is none."""
-        return choose_victim(self._ledger.catalog.scores, self.candidates())
+        """The segment that goes next, by policy; None where there is none.
+
+        One that a read holds has to wait for it before it is free, and puts would wait with it: others go first.
+        """
+        candidates = self.candidates()
+        free = candidates[[not self._table.is_held(one) for one in candidates.tolist()]]
+        return choose_victim(self._ledger.catalog.scores, free if len(free) else candidates)
 
     def evict(self, victim: int) -> Steps[None]:
         """Free one segment, unless moving what is pinned in it does not pay: then it is avoided for a while."""

@@ -155,6 +155,10 @@ class SegmentTable:
         """Keep the bytes of a segment in place, for a read in flight."""
         self._holds[segment] += 1
 
+    def is_held(self, segment: int) -> bool:
+        """Whether a read is in flight in the segment."""
+        return self._holds[segment] > 0
+
     def release(self, segment: int) -> None:
         """Ends one `hold`."""
         holds = self._holds[segment] = self._holds[segment] - 1

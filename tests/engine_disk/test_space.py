@@ -151,21 +151,39 @@ def test_pinned_records_are_moved_not_evicted() -> None:
     rig.check_accounts()
 
 
-def test_a_read_in_flight_keeps_its_segment() -> None:
+def test_a_read_in_flight_keeps_its_segment_and_others_go_first() -> None:
     rig = StoreRig(MemoryDevice(size_bytes=12 * MiB))
     ref = rig.namespace()
-    fill(rig, ref, range(20))
-    segment = location_segment(rig.location(ref, key_of(0)))
-    rig.store.table.hold(segment)
-    generation = int(rig.store.table.generation[segment])
-    for number in range(100, 300):
-        rig.begin_put(ref, key_of(number), payload_of(number))
-    for _ in range(200):
+    fill(rig, ref, range(5000, 5020))  # the deepest, which go first
+    segment = location_segment(rig.location(ref, key_of(5000)))
+    table = rig.store.table
+    table.hold(segment)
+    generation = int(table.generation[segment])
+    fill(rig, ref, range(100, 500))  # twice the drive, and no put waits for the read
+    assert rig.metrics.evicted_segments > 10
+    assert int(table.generation[segment]) == generation
+    table.release(segment)
+    fill(rig, ref, range(500, 700))
+    assert int(table.generation[segment]) != generation
+
+
+def test_where_every_segment_is_being_read_puts_wait() -> None:
+    rig = StoreRig(MemoryDevice(size_bytes=12 * MiB))
+    ref = rig.namespace()
+    fill(rig, ref, range(200))
+    table = rig.store.table
+    held = table.in_state(SegmentState.SEALED).tolist()
+    generations = table.generation[held].copy()
+    table.hold_all(held)
+    results = [rig.begin_put(ref, key_of(number), payload_of(number)) for number in range(1000, 1200)]
+    for _ in range(500):
         rig.poll()
-    assert int(rig.store.table.generation[segment]) == generation
-    rig.store.table.release(segment)
-    rig.settle()
-    assert int(rig.store.table.generation[segment]) != generation
+    assert not all(result.outcome is not None for result in results)
+    assert (table.generation[held] == generations).all()
+    table.release_all(held)
+    rig.settle(lambda: all(result.outcome is not None for result in results))
+    assert all(isinstance(result.outcome, Stored) for result in results)
+    assert (table.generation[held] != generations).any()
 
 
 def test_a_full_file_system_evicts_and_recovers_unaided() -> None:

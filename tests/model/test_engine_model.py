@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import unittest
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice
 
 SIZE = 7 * MiB  # few segments, so that eviction is common
 _READ_FAULTS = (FaultAction.FLIP, FaultAction.ERROR, FaultAction.SHORT, FaultAction.MISDIRECTED)
+_WRITE_ERRORS = (errno.EIO, errno.ENOSPC)
 
 
 class DriveSubject:
@@ -26,9 +28,16 @@ class DriveSubject:
     can_restart = True
 
     def __init__(
-        self, *, cache: int = 0, staging: int = 4 * MiB, can_fail: bool = False, shuffle: bool = False
+        self,
+        *,
+        cache: int = 0,
+        staging: int = 4 * MiB,
+        can_fail: bool = False,
+        fails_writes: bool = False,
+        shuffle: bool = False,
     ) -> None:
         self.can_fail = can_fail
+        self.fails_writes = fails_writes
         self.settings = EngineSettings(cache_bytes=cache, staging_bytes=staging, prefault=False)
         self.drive = FaultyDevice(MemoryDevice(size_bytes=SIZE), seed=1, shuffle=shuffle)
         self.now_ns = 1
@@ -47,6 +56,9 @@ class DriveSubject:
         self.engine = DriveEngine(self.drive, self.settings, now_ns=self.now_ns)
 
     def inject(self, number: int) -> None:
+        if self.fails_writes and number % 2:
+            self._fail_writes(number // 2)
+            return
         self.drive.inject(
             Fault(
                 action=_READ_FAULTS[number % len(_READ_FAULTS)],
@@ -55,6 +67,21 @@ class DriveSubject:
                 times=1 + number // 3 % 3,
                 keep_bytes=PAGE_BYTES * (number % 5),
                 bit=number,
+            )
+        )
+
+    def _fail_writes(self, number: int) -> None:
+        """Some writes or syncs fail, or the file system has no room for another segment."""
+        if number % 5 == 0:
+            self.drive.full = True
+            return
+        self.drive.inject(
+            Fault(
+                action=FaultAction.ERROR,
+                kind=IoKind.SYNC if number % 5 == 1 else IoKind.WRITE,
+                skip=number // 7 % 4,
+                times=1 + number // 3 % 3,
+                errno_code=_WRITE_ERRORS[number // 11 % 2],
             )
         )
 
@@ -142,6 +169,10 @@ def _failing() -> Subject:
     return DriveSubject(cache=MiB, can_fail=True, shuffle=True)
 
 
+def _failing_writes() -> Subject:
+    return DriveSubject(cache=MiB, can_fail=True, fails_writes=True, shuffle=True)
+
+
 def _double() -> Subject:
     return DictSubject()
 
@@ -151,7 +182,9 @@ TestPlain = _case(_plain, _SETTINGS)
 TestCached = _case(_cached, _SETTINGS)
 TestTightMemory = _case(_tight, _SETTINGS)
 TestFailing = _case(_failing, _SETTINGS)
+TestFailingWrites = _case(_failing_writes, _SETTINGS)
 TestPlainLong = _long(_plain)
 TestCachedLong = _long(_cached)
 TestTightMemoryLong = _long(_tight)
 TestFailingLong = _long(_failing)
+TestFailingWritesLong = _long(_failing_writes)
