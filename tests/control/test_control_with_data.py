@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,14 +14,16 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.limits import MiB
+from kvstore.limits import SECOND_NS, WORKER_PULSE_NS, MiB
 from kvstore.server.grpc_edge.client import ControlClient
 from kvstore.server.report import Question
+from kvstore.server.summary import summary_lines
 from kvstore.telemetry.registry import number
 from kvstore.testing.serve_process import Ready, ServeProcess
-from kvstore_client import KVClient, KVLayout, Namespace, Stored
+from kvstore_client import Hit, KVClient, KVLayout, Namespace, Stored
 
 CHUNK_BYTES = 64 * 1024
+PULSES = 1.5  # the supervisor asks its workers for their numbers so often
 LAYOUT = KVLayout.opaque(chunk_bytes=CHUNK_BYTES, chunk_tokens=4)
 MINE = Namespace(tenant="acme", model="org/m", weights="sha256:1", layout=LAYOUT)
 
@@ -94,6 +97,32 @@ def test_the_hit_rate_counts_keys_of_lookups_and_nothing_else(
     assert families["kvstore_lookup_keys"].samples[0].value == 40
     control.lookup(mine.digest, bound.keys(tokens(1, 4)).digests, count=True)
     assert number(control.report().numbers, "dataplane", "lookup_hits") == 24
+
+
+def test_counters_stand_still_while_nobody_asks(mine: Namespace, ready: Ready, client: KVClient) -> None:
+    def counters() -> dict[str, float]:
+        with urllib.request.urlopen(f"http://{ready.metrics}/metrics", timeout=30) as response:
+            page = response.read().decode()
+        return {
+            f"{sample.name}{sample.labels}": sample.value
+            for family in text_string_to_metric_families(page)
+            if family.type in ("counter", "histogram")
+            # but for what a scrape costs itself, the processor's time and the scrub, which goes on
+            and not family.name.startswith(("kvstore_grpc", "kvstore_edge", "kvstore_process", "kvstore_scrub"))
+            for sample in family.samples
+        }
+
+    bound = client.namespace(mine)
+    put(client, mine, 1, 4)
+    with bound.match(bound.keys(tokens(1, 6))) as match:
+        bound.get_into(bound.keys(tokens(1, 4)), [bytearray(CHUNK_BYTES) for _ in range(match.chunks)])
+    time.sleep(PULSES * WORKER_PULSE_NS / SECOND_NS)  # what the put left to do, such as its log block, is done
+    before = counters()
+    time.sleep(PULSES * WORKER_PULSE_NS / SECOND_NS)
+    after = counters()
+    assert before["kvstore_lookup_keys_total{}"] > 0
+    assert before["kvstore_device_ops_total{'op': 'write'}"] > 0
+    assert {name: (value, after[name]) for name, value in before.items() if after[name] != value} == {}
 
 
 def test_routers_ask_for_keys_over_grpc(mine: Namespace, control: ControlClient, client: KVClient) -> None:
@@ -218,15 +247,38 @@ def test_the_command_line_explains_and_checks_the_same(
 
 
 def test_everything_is_there_after_a_stop_and_check_is_clean(tmp_path: Path) -> None:
-    with ServeProcess(tmp_path) as process:
-        with KVClient.connect(process.wait_ready().grpc) as client:
+    names = ["org/model-SEP-name", "org/model/name", "@@x", "a@1@0", "..", "a\x00b", "mo\u0308del", "m\u00f6del"]
+    names.append("\u8a9e" * 341)  # 1,023 bytes
+    awkward = [replace(MINE, tenant="names", model=name) for name in names]
+    with ServeProcess(tmp_path, "--drive-endurance", "1TiB") as process:
+        ready = process.wait_ready()
+        with KVClient.connect(ready.grpc) as client:
             stored = put(client, MINE, 1, 20)
+            for run, namespace in enumerate(awkward):
+                put(client, namespace, run, 1)
+        with ControlClient(ready.grpc) as control:
+            report = control.report()
+        assert number(report.numbers, "engine", "endurance_bytes_day") == 1 << 40
+        assert number(report.numbers, "engine", "written_bytes_day") >= 29 * CHUNK_BYTES
+        assert "of the rated endurance" in {line.name: line.value for line in summary_lines(report)}["writes"]
         process.terminate()
         assert process.wait_exit() == 0, process.log
     command = [sys.executable, "-m", "kvstore", "check", str(tmp_path / "data"), "--json"]
     report = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
     assert report["clean"]
-    assert report["records"] == 20
-    with ServeProcess(tmp_path) as process, ControlClient(process.wait_ready().grpc) as control:
+    assert report["records"] == 29
+    with (
+        ServeProcess(tmp_path) as process,
+        ControlClient(process.wait_ready().grpc) as control,
+        KVClient.connect(process.wait_ready().grpc) as client,
+    ):
+        assert sorted(item.model for item in control.namespaces("names").namespaces) == sorted(names)
+        for run, namespace in enumerate(awkward):
+            bound, buffer = client.namespace(namespace), bytearray(CHUNK_BYTES)
+            keys = bound.keys(tokens(run, 1))
+            assert isinstance(bound.get_into(keys, [buffer])[0], Hit)
+            assert buffer == bytes([run]) * CHUNK_BYTES
+        assert {path.name for path in tmp_path.iterdir()} == {"data", "ready.json", "serve.log"}
+        assert not [path for path in tmp_path.rglob("*") if "SEP" in path.name or "m\u00f6del" in path.name]
         assert control.lookup(MINE.digest, stored).prefix == 20
         assert number(control.report().numbers, "engine", "live_bytes") == report["live_bytes"]

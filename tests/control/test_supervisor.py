@@ -151,20 +151,6 @@ def test_series_of_a_live_node_stay_below_the_bound(ready: Ready) -> None:
     }
 
 
-def test_counters_do_not_grow_while_nobody_asks(ready: Ready) -> None:
-    def counters() -> dict[str, float]:
-        _, page = fetch(ready.metrics, "/metrics")
-        return {
-            f"{sample.name}{sample.labels}": sample.value
-            for family in text_string_to_metric_families(page)
-            if family.type == "counter" and not family.name.startswith(("kvstore_grpc", "kvstore_edge"))
-            for sample in family.samples
-            if "log" not in sample.labels.values() and "scrub" not in sample.name
-        }
-
-    assert counters() == counters()
-
-
 def test_healthz_and_the_page_for_people(ready: Ready) -> None:
     assert fetch(ready.metrics, "/healthz") == (200, "serving\n")
     status, page = fetch(ready.metrics, "/")

@@ -23,6 +23,7 @@ from tests.faults.load import Load, LoadPlan
 from tests.faults.node import HurtNode
 
 SEGMENT: Final = "2MiB"  # small, so that segments are opened, sealed and evicted in every round
+DEVICES: Final = ("uring", "threads")  # each is forced in its turn: both are first-class
 STEP_WAIT_S: Final = 1.5  # a step that the load did not reach by then is not waited for: the worker is killed then
 AFTERMATH_S: Final = 0.1
 BALANCE_ROUNDS: Final = 5
@@ -77,7 +78,8 @@ class Episode:
 
     def __init__(self, folder: Path, plan: EpisodePlan) -> None:
         self.plan = plan
-        self.node = HurtNode(folder, capacity=f"{plan.capacity_bytes}B", arguments=("--segment-bytes", SEGMENT))
+        arguments = ("--segment-bytes", SEGMENT, "--device", DEVICES[plan.seed % len(DEVICES)])
+        self.node = HurtNode(folder, capacity=f"{plan.capacity_bytes}B", arguments=arguments)
         self.ledger = Ledger()
         self.told: Counter[str] = Counter()
         self._choice = random.Random(plan.seed)
@@ -156,6 +158,8 @@ class Episode:
         recount = (check.number("live_bytes"), check.number("records"))
         told = f"{name}: {before} before the kill, {recount} on the drive {check.report}\n{self.node.printed()}"
         assert check.status == 0, told
+        assert check.number("live_bytes") <= check.number("allocated_bytes") <= self.plan.capacity_bytes, told
+        assert self.node.disk_bytes() <= self.plan.capacity_bytes, told
         assert self._account() == recount, told
         # a full node may have been evicting when it was killed
         assert self.plan.is_full or before == recount, told

@@ -79,6 +79,19 @@ def test_a_full_file_system_evicts_serves_and_recovers(full_node: HurtNode, fold
     assert check.status == 0, check.report
 
 
+def test_many_small_chunks_take_one_file(tmp_path: Path, lab: LoopLab) -> None:
+    """On a file system with eight inodes in all (case 52)."""
+    folder = lab.mount("few", "-t", "tmpfs", "-o", "size=96m,nr_inodes=8", "tmpfs")
+    with HurtNode(tmp_path, data_dir=folder, capacity="64MiB") as node, KVClient.connect(node.start()) as client:
+        shelf = Shelf(client, count=4096, chunk_bytes=4096)
+        for at in range(0, 4096, 1024):
+            assert reasons(shelf.put(at, at + 1024)) == {"Stored"}
+        node.kill()
+        node.start()
+        assert len(shelf.hits()) == 4096
+        assert node.disk_bytes() <= 64 * MIB
+
+
 def test_a_start_on_a_full_file_system_serves_what_is_there(full_node: HurtNode, folder: Path) -> None:
     with KVClient.connect(full_node.start()) as client:
         shelf = Shelf(client, count=64, chunk_bytes=CHUNK_BYTES)
