@@ -324,6 +324,12 @@ BREAKER_PROBE_NS: Final = (
 )  # for the HELLO of a target that was silent; a live one answers within a millisecond
 PLACE_SILENCE_NS: Final = 1 * SECOND_NS  # a place that says nothing for so long is given up for the next one
 LAST_SILENCE_NS: Final = 2 * SECOND_NS  # the last place of a read, or one of a copy: then it must answer a HELLO
+WAIT_SLICE_NS: Final = 500 * MS_NS  # a node is asked to wait for pending keys for so long, then it must say something
+FOUND_NS: Final = 30 * SECOND_NS  # for so long a read asks first where a lookup has found a key that had moved
+FOUND_KEYS_MAX: Final = 65_536
+DOWN_SILENCE_NS: Final = 250 * MS_NS  # for a target that the view calls down, asked when nobody else has a record
+DOWN_REST_NS: Final = 5 * SECOND_NS  # one of these that did not answer is left alone, so misses stay fast
+DOWN_PLACES_MAX: Final = 2  # of these for each run: another one that held it may be asked after a while
 ADDRESS_REST_NS: Final = 2 * SECOND_NS  # one of several ways to a target that failed: the others carry on meanwhile
 PULL_PAUSE_NS: Final = 100 * MS_NS  # between two hints of one client process that a target lacks what another one has
 PULL_NS_MAX: Final = 50 * MS_NS  # for such a hint, at the end of a read
@@ -378,6 +384,7 @@ assert CHECKSUM_BYTES_MIN % PAGE_BYTES == 0
 assert HELLO_BODY_BYTES_MAX > TOKEN_BYTES_MAX + NODE_ID_BYTES_MAX
 assert SLICES_PER_FRAME_MAX + 8 <= IO_VECTORS_MAX
 assert VIEW_BYTES_MAX < FRAME_BODY_BYTES_MAX
+assert WAIT_SLICE_NS < PLACE_SILENCE_NS, "a node that waits would be taken for a silent one"
 assert TENANTS_MAX * (2 * NAME_BYTES_MAX + 32) < STORE_VALUE_BYTES_MAX, "what tenants use of a target is one entry"
 assert DROPPED_TOLD_MAX * (DIGEST_BYTES + 9) < ADMIN_BYTES_MAX, "all of them go into one message"
 assert VIEW_BYTES_MAX <= STORE_VALUE_BYTES_MAX, "the view is one entry of the cluster store"

@@ -11,7 +11,7 @@ from kvstore.errors import Closed, DeadlineExceeded, KVStoreError, Overloaded
 from kvstore.limits import BREAKER_PROBE_NS, CALLS_WAITING_MAX
 from kvstore_client.connection import READ, Connection
 from kvstore_client.core import ClientCore
-from kvstore_client.rounds import Job, Round, T, Verb, broken_circuit, perform, settle
+from kvstore_client.rounds import Job, Round, T, Verb, Wave, broken_circuit, late, perform, settle
 from kvstore_client.target import TargetLink
 
 
@@ -48,13 +48,24 @@ class AsyncDriver:
             link.interrupt()
         self._wake_all()
 
-    async def _round(self, jobs: Round) -> None:
-        if len(jobs) == 1:
-            await self._run_job(jobs[0])
-        else:
-            async with asyncio.TaskGroup() as group:
-                for job in jobs:
-                    group.create_task(self._run_job(job))
+    async def _round(self, jobs: Round | Wave) -> None:
+        if not isinstance(jobs, Wave):
+            if len(jobs) == 1:
+                await self._run_job(jobs[0])
+                return
+            jobs = Wave(jobs)
+        async with asyncio.TaskGroup() as group:
+            for job in list(jobs.jobs):
+                group.create_task(self._run_in(group, jobs, job))
+
+    async def _run_in(self, group: asyncio.TaskGroup, wave: Wave, job: Job) -> None:
+        """Runs a job, and begins what follows it."""
+        wait_ns = job.begins_ns - time.monotonic_ns() if job.begins_ns else 0
+        if wait_ns > 0:
+            await asyncio.sleep(wait_ns / 1e9)
+        await self._run_job(job)
+        for following in () if self._closed else wave.ended(job):
+            group.create_task(self._run_in(group, wave, following))
 
     async def _run_job(self, job: Job) -> None:
         try:
@@ -72,7 +83,7 @@ class AsyncDriver:
             want = next(steps)
             while True:
                 is_ready = await _ready(connection, want)
-                want = next(steps) if is_ready else steps.throw(_late(connection))
+                want = next(steps) if is_ready else steps.throw(late(connection))
         except StopIteration:
             pass
         finally:
@@ -98,9 +109,7 @@ class AsyncDriver:
             if now_ns >= job.deadline_ns:
                 raise DeadlineExceeded(f"all connections to {link.id} were in use until the call's deadline")
             link.check_word(job.patience_ns, now_ns)
-            await self._wait_turn(
-                min(job.deadline_ns, now_ns + BREAKER_PROBE_NS) if job.patience_ns else job.deadline_ns
-            )
+            await self._wait_turn(min(job.deadline_ns, now_ns + BREAKER_PROBE_NS))
 
     async def _wait_turn(self, deadline_ns: int) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -122,11 +131,21 @@ class AsyncDriver:
 
 
 async def _ready(connection: Connection, want: int) -> bool:
-    """Waits for the socket; False when the deadline came first."""
+    """Waits for the socket; False when the deadline came first, which another job may have brought nearer."""
     loop = asyncio.get_running_loop()
     fileno = connection.fileno()
     arrived: asyncio.Future[bool] = loop.create_future()
-    timer = loop.call_at(connection.deadline_ns / 1e9, _settle_once, arrived, False)
+    timer: asyncio.TimerHandle
+
+    def look() -> None:
+        nonlocal timer
+        now_ns = time.monotonic_ns()
+        if now_ns >= connection.deadline_ns:
+            _settle_once(arrived, False)
+        elif not arrived.done():
+            timer = loop.call_at(min(connection.deadline_ns, now_ns + BREAKER_PROBE_NS) / 1e9, look)
+
+    timer = loop.call_at(min(connection.deadline_ns, time.monotonic_ns() + BREAKER_PROBE_NS) / 1e9, look)
     if want == READ:
         loop.add_reader(fileno, _settle_once, arrived, True)
     else:
@@ -144,7 +163,3 @@ async def _ready(connection: Connection, want: int) -> bool:
 def _settle_once(future: asyncio.Future[bool], value: bool) -> None:
     if not future.done():
         future.set_result(value)
-
-
-def _late(connection: Connection) -> DeadlineExceeded:
-    return DeadlineExceeded(f"the call's deadline passed while it waited for the node at {connection.address}")

@@ -35,18 +35,18 @@ class WrittenCopy:
         record: What is written.
         target: Where it goes.
         writer_id: What the node calls it; meaningless before it is granted.
-        boot_count: Of its target when it was granted.
+        boot_id: Of the worker that granted it.
         status: OPEN while it takes pieces, then an ItemStatus or RefusedReason code.
         content_id, detail: As in OutgoingRecord.
     """
 
-    __slots__ = ("boot_count", "content_id", "detail", "record", "status", "target", "writer_id")
+    __slots__ = ("boot_id", "content_id", "detail", "record", "status", "target", "writer_id")
 
     def __init__(self, record: AssembledRecord, target: TargetId) -> None:
         self.record = record
         self.target = target
         self.writer_id = 0
-        self.boot_count = 0
+        self.boot_id = b""
         self.status = OPEN
         self.content_id = bytes(16)
         self.detail = ""

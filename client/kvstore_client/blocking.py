@@ -5,20 +5,17 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
 
 from kvstore.cluster.view import TargetId
 from kvstore.errors import Closed, DeadlineExceeded, KVStoreError, Overloaded, Unavailable
 from kvstore.limits import BREAKER_PROBE_NS, CALLS_WAITING_MAX
 from kvstore.types.flow import FlowClass
-from kvstore_client.connection import READ, Connection, Steps
+from kvstore_client.connection import Connection
 from kvstore_client.core import ClientCore
 from kvstore_client.retry import BreakerState
-from kvstore_client.rounds import Job, Round, T, Verb, broken_circuit, perform, settle
+from kvstore_client.rounds import Job, Round, T, Verb, Wave, broken_circuit, late, perform, settle
 from kvstore_client.target import TargetLink
-
-_EVENTS = {READ: select.POLLIN}
+from kvstore_client.together import EVENTS, Held, PutOff, Together, wait_ms
 
 
 class BlockingDriver:
@@ -41,7 +38,7 @@ class BlockingDriver:
             step = next(verb)
             while True:
                 if isinstance(step, int):
-                    self._pause(step)
+                    self.pause(step)
                 else:
                     self._round(step)
                 if self._closed:
@@ -66,43 +63,30 @@ class BlockingDriver:
         if self._closed:
             raise Closed("the client is closed; make a new one")
 
-    def _pause(self, length_ns: int) -> None:
+    def pause(self, length_ns: int) -> None:
+        """See `Holder`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed, length_ns / 1e9)
 
-    def _round(self, jobs: Round) -> None:
-        if len(jobs) == 1:
-            self._run_alone(jobs[0])
-            return
-        running: list[_Held] = []
-        later: list[Job] = []
+    def _round(self, jobs: Round | Wave) -> None:
+        if not isinstance(jobs, Wave):
+            if len(jobs) == 1:
+                self._run_alone(jobs[0])
+                return
+            jobs = Wave(jobs)
+        together = Together(self, jobs)
         try:
-            for job in sorted(jobs, key=lambda job: job.target):
-                try:
-                    held = self._take(job, may_put_off=True)
-                except _PutOff:
-                    later.append(job)
-                    continue
-                if held is not None:
-                    running.append(held)
-        except BaseException:  # Ctrl-C while it waits for one: those it holds already are for the next call
-            for held in running:
-                self._give_back(held)
-            raise
-        self._run_together(running)
-        for job in later:
-            self._run_alone(job)
+            together.take_all()
+            together.run()
+        finally:
+            together.close()
 
-    def _take(self, job: Job, *, may_put_off: bool = False) -> _Held | None:
-        """A connection for `job`; None, with `job.failure` set, when there is none.
-
-        Raises:
-            _PutOff: It may, and its target seems dead: others do not wait for it.
-        """
+    def take(self, job: Job, *, may_put_off: bool = False) -> Held | None:
+        """See `Holder`."""
         if job.begun_on is not None:
             link, connection = job.begun_on
             job.begun_on = None
-            return _Held(job, link, connection)
+            return Held(job, link, connection)
         now_ns = time.monotonic_ns()
         try:
             with self._lock:
@@ -110,11 +94,30 @@ class BlockingDriver:
                 if not link.breaker.allows(now_ns):
                     raise broken_circuit(link, now_ns)
                 taken = None if self._closed else link.take(job.flow, now_ns)
-                return _Held(job, link, taken or self._wait_for_connection(link, job, may_put_off))
+                return Held(job, link, taken or self._wait_for_connection(link, job, may_put_off))
         except KVStoreError as error:
             job.failure = error
             job.is_stale = False
             return None
+
+    def take_now(self, job: Job) -> Held | None:
+        """See `Holder`."""
+        now_ns = time.monotonic_ns()
+        try:
+            with self._lock:
+                self.check_open()
+                link = self._core.link(job.target)
+                if not link.has_room():
+                    raise PutOff
+                if not link.breaker.allows(now_ns):
+                    raise broken_circuit(link, now_ns)
+                connection = link.take(job.flow, now_ns)
+        except KVStoreError as error:
+            job.failure = error
+            job.is_stale = False
+            return None
+        assert connection is not None, "there was room for one"
+        return Held(job, link, connection)
 
     def borrow(self, target: TargetId, now_ns: int) -> tuple[TargetLink, Connection] | None:
         """A connection to a healthy target that can serve a call at once; None: go the way over `run`.
@@ -177,7 +180,7 @@ class BlockingDriver:
             if now_ns >= job.deadline_ns:
                 raise DeadlineExceeded(f"all connections to {link.id} were in use until the call's deadline")
             if may_put_off and link.silent_ns(now_ns) >= BREAKER_PROBE_NS:
-                raise _PutOff
+                raise PutOff
             link.check_word(job.patience_ns, now_ns)
             wait_ns = job.deadline_ns - now_ns
             if may_put_off or job.patience_ns:
@@ -188,7 +191,8 @@ class BlockingDriver:
             finally:
                 self._waiting -= 1
 
-    def _give_back(self, held: _Held) -> None:
+    def let_go(self, held: Held) -> None:
+        """See `Holder`."""
         with self._lock:
             settle(self._core, held.link, held.job, held.connection, time.monotonic_ns())
             if self._closed:
@@ -197,7 +201,7 @@ class BlockingDriver:
                 self._changed.notify_all()  # they may wait for other targets than this one
 
     def _run_alone(self, job: Job) -> None:
-        held = self._take(job)
+        held = self.take(job)
         if held is None:
             return
         connection = held.connection
@@ -207,81 +211,11 @@ class BlockingDriver:
             want = next(steps)
             while True:
                 poller = select.poll()  # anew: opening a connection may go on with another socket
-                poller.register(connection.fileno(), _EVENTS.get(want, select.POLLOUT))
-                is_ready = poller.poll(_wait_ms(connection.deadline_ns))
-                want = next(steps) if is_ready else steps.throw(_late(connection))
+                poller.register(connection.fileno(), EVENTS.get(want, select.POLLOUT))
+                is_ready = poller.poll(wait_ms(connection.deadline_ns))
+                want = next(steps) if is_ready else steps.throw(late(connection))
         except StopIteration:
             pass
         finally:
             steps.close()
-            self._give_back(held)
-
-    def _run_together(self, running: Sequence[_Held]) -> None:
-        poller = select.poll()
-        waiting: dict[int, tuple[_Held, Steps]] = {}
-        try:
-            for held in running:
-                held.connection.blocking = False
-                steps = perform(held.link, held.job, held.connection)
-                self._go_on(poller, waiting, held, steps)
-            while waiting:
-                first_ns = min(held.connection.deadline_ns for held, _ in waiting.values())
-                looked_ns = time.monotonic_ns()
-                for fileno, _ in poller.poll(_wait_ms(first_ns)):
-                    held, steps = waiting.pop(fileno)
-                    poller.unregister(fileno)
-                    self._go_on(poller, waiting, held, steps)
-                now_ns = time.monotonic_ns()
-                for fileno, (held, steps) in list(waiting.items()):
-                    # a thread that had no core for a while must not take its own silence for the node's: who has said
-                    # nothing yet is late only if nothing was there when we looked after its time
-                    until_ns = now_ns if held.connection.has_heard else looked_ns
-                    if held.connection.deadline_ns <= until_ns:
-                        del waiting[fileno]
-                        poller.unregister(fileno)
-                        self._go_on(poller, waiting, held, steps, late=True)
-        finally:
-            for _, steps in waiting.values():
-                steps.close()
-            for held in running:
-                held.connection.blocking = True
-                self._give_back(held)
-
-    @staticmethod
-    def _go_on(
-        poller: select.poll,
-        waiting: dict[int, tuple[_Held, Steps]],
-        held: _Held,
-        steps: Steps,
-        *,
-        late: bool = False,
-    ) -> None:
-        """Advances one job until it waits again, and registers what for."""
-        try:
-            want = steps.throw(_late(held.connection)) if late else next(steps)
-        except StopIteration:
-            return
-        fileno = held.connection.fileno()
-        poller.register(fileno, _EVENTS.get(want, select.POLLOUT))
-        waiting[fileno] = (held, steps)
-
-
-class _PutOff(Exception):
-    """A job waits until the others of its round are through."""
-
-
-class _Held(NamedTuple):
-    """A job and the connection it runs on. A tuple, not a dataclass: one is made for each call."""
-
-    job: Job
-    link: TargetLink
-    connection: Connection
-
-
-def _wait_ms(deadline_ns: int) -> int:
-    """Milliseconds for poll, rounded up so that it does not return just before the deadline."""
-    return max(0, -(-(deadline_ns - time.monotonic_ns()) // 1_000_000))
-
-
-def _late(connection: Connection) -> DeadlineExceeded:
-    return DeadlineExceeded(f"the call's deadline passed while it waited for the node at {connection.address}")
+            self.let_go(held)

@@ -6,11 +6,13 @@ import os
 import random
 import threading
 import time
+from collections.abc import Collection
 
 from kvstore.cluster.view import TargetId, View
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.limits import PULL_PAUSE_NS, TARGETS_MAX, VIEW_OLDER_NS, VIEW_RETRY_NS
 from kvstore_client.address import split_address
+from kvstore_client.found_places import FoundPlaces
 from kvstore_client.options import ClientOptions
 from kvstore_client.rdma import RdmaPorts, RdmaWay
 from kvstore_client.retry import RetryBudget
@@ -35,6 +37,7 @@ class ClientCore:
         pid: Of the process that owns the sockets.
         placement: The only worker's id, or where runs lie over several; None when nobody can be asked. One a view.
         newest_epoch: The highest that any node has named.
+        found: Where lookups have found keys that are not where they belong.
     """
 
     def __init__(self, addresses: tuple[str, ...], options: ClientOptions, counters: Counters) -> None:
@@ -53,6 +56,7 @@ class ClientCore:
         self.view: View | None = None
         self.placement: Placement | TargetId | None = None
         self.newest_epoch = 0
+        self.found = FoundPlaces()
         self._asked_epoch = -1
         self._asked_ns = -VIEW_RETRY_NS
         self._older_since_ns = 0
@@ -60,6 +64,7 @@ class ClientCore:
         self._pulled_ns = -PULL_PAUSE_NS
         self._links: dict[TargetId, TargetLink] = {}
         self._routes: tuple[WorkerRoute, ...] = ()
+        self._has_readable = False
         self._adopting = threading.Lock()  # or the slower of two threads would put the older view over the newer one
 
     def wants_view(self, now_ns: int) -> bool:
@@ -70,12 +75,13 @@ class ClientCore:
         """
         if self.newest_epoch > self._asked_epoch:
             return True
-        is_good = self.placement is not None and not self._is_doubted
+        is_good = self._has_readable and not self._is_doubted
         return not is_good and now_ns - self._asked_ns >= VIEW_RETRY_NS
 
-    def asks_for_view(self, now_ns: int) -> None:
-        """The view is being asked for."""
+    def asks_for_view(self, now_ns: int) -> int:
+        """The view is being asked for; the newest epoch that was named before."""
         self._asked_ns = now_ns
+        return self.newest_epoch
 
     def doubt_view(self) -> None:
         """A target did not answer: it may have moved."""
@@ -119,6 +125,12 @@ class ClientCore:
             return False
         return any(route.id == target and not route.is_readable for route in self._routes)
 
+    def unanswered(self, workers: Collection[TargetId]) -> list[TargetId]:
+        """Those of these, which the view calls down, that were asked all the same lately and did not answer."""
+        now_ns = time.monotonic_ns() if workers else 0
+        links = [self._links[worker] for worker in workers if worker in self._links]
+        return [link.id for link in links if link.is_unanswered(now_ns)]
+
     def words_of_no_target(self) -> str:
         """Why `placement` is None, for people."""
         where = ", ".join(self.addresses)
@@ -140,23 +152,30 @@ class ClientCore:
         if epoch > self.newest_epoch:
             self.newest_epoch = epoch
 
-    def adopt(self, view: View, *, source: TargetId, now_ns: int) -> bool:
+    def adopt(self, view: View, *, source: TargetId, now_ns: int, named_epoch: int = 0) -> bool:
         """Takes a view that `source` gave, unless it is older than the known one.
 
         A node alone may be another one than before, and begin anew. A cluster's view is the same on every node, and one
         that lags behind is not believed, unless all that has been heard for VIEW_OLDER_NS was older: then its store
         was lost, and the cluster has begun anew.
 
+        Args:
+            view: The answer.
+            source: Whose.
+            now_ns: When it came.
+            named_epoch: From `asks_for_view`: one that was named while it was asked for is asked for again.
+
         Returns:
             Whether it is as new as any that was heard of. If not, another node may know more.
         """
         with self._adopting:
-            return not self._is_older(view, now_ns) and self._take_over(view, source)
+            return not self._is_older(view, now_ns) and self._take_over(view, source, named_epoch)
 
-    def _take_over(self, view: View, source: TargetId) -> bool:
+    def _take_over(self, view: View, source: TargetId, named_epoch: int) -> bool:
         self._older_since_ns = 0
         is_newest = view.epoch >= self.newest_epoch or not view.cluster
-        self._asked_epoch = max(self.newest_epoch, view.epoch) if is_newest else self._asked_epoch
+        if is_newest:
+            self._asked_epoch = max(self._asked_epoch, named_epoch, view.epoch)
         self._is_doubted = False
         host, _ = split_address(self.link(source).addresses[0])
         routes = routes_of(view, asked_host=host)
@@ -168,13 +187,15 @@ class ClientCore:
             link.view_epoch = view.epoch
         self._routes = routes
         self.placement = placement_of(view, routes)
+        self.found.forget()
+        self._has_readable = isinstance(self.placement, str) or any(route.is_readable for route in routes)
         self.view = view
         self._forget_gone()
         return is_newest
 
-    def has_asked_all(self) -> None:
-        """Nobody who could be asked knows the newest view that was heard of: calls go on with this one."""
-        self._asked_epoch = self.newest_epoch
+    def has_asked_all(self, named_epoch: int) -> None:
+        """Nobody who could be asked knows the view that was heard of before: calls go on with this one."""
+        self._asked_epoch = max(self._asked_epoch, named_epoch)
 
     def _is_older(self, view: View, now_ns: int) -> bool:
         known = self.view
@@ -183,7 +204,7 @@ class ClientCore:
         if view.cluster:
             self._older_since_ns = self._older_since_ns or now_ns
             if now_ns - self._older_since_ns >= VIEW_OLDER_NS:
-                self.newest_epoch = view.epoch
+                self.newest_epoch = self._asked_epoch = view.epoch
                 return False
         return True
 

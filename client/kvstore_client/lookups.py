@@ -24,9 +24,10 @@ class KeysJob(Job, Generic[A]):
 
     Attributes:
         answers: One for each request, in order; all of them when `failure` is None.
+        boot_id: Of the worker that gave them.
     """
 
-    __slots__ = ("_answer", "_ask", "answers", "batch")
+    __slots__ = ("_answer", "_ask", "_has_statuses", "answers", "batch", "boot_id")
 
     def __init__(
         self,
@@ -36,35 +37,42 @@ class KeysJob(Job, Generic[A]):
         deadline_ns: int,
         ask: Callable[[bytes, int], Message],
         answer: type[A],
+        has_statuses: bool = True,
     ) -> None:
         """
         Args:
             ask: Makes the request for a blob of keys and the nanoseconds that are left.
             answer: Message that answers it.
+            has_statuses: It must have one for each key.
         """
         super().__init__(target=batch.target, flow=flow, deadline_ns=deadline_ns, retries_max=READ_RETRIES_MAX)
         self.batch = batch
         self._ask = ask
         self._answer = answer
+        self._has_statuses = has_statuses
+        self.boot_id = b""
         self.answers: list[A] = []
 
     def run(self, connection: Connection) -> Steps:
         """Asks request after request; one deadline for all."""
         self.answers.clear()
         assert connection.welcome is not None
+        self.boot_id = connection.welcome.boot_id
         for piece in split_records(self.batch, items_max=connection.welcome.batch_items_max):
             answer = yield from connection.ask(self._ask(piece.keys, left_ns(self)), self._answer)
             statuses = statuses_in(answer)
-            if statuses and len(statuses) != len(piece.records):
+            if len(statuses) != len(piece.records) and (statuses or self._has_statuses):
                 raise Unavailable(
                     f"node at {connection.address} answered {len(piece.records)} keys with {len(statuses)} statuses"
                 )
             self.answers.append(answer)
 
     def statuses(self) -> bytes | None:
-        """One status per key of the batch; None when the target did not answer."""
+        """One status per key of the batch, zeros where answers have none; None when the target did not answer."""
         if self.failure is not None:
             return None
+        if not self._has_statuses:
+            return bytes(len(self.batch.records))
         return b"".join([statuses_in(answer) for answer in self.answers])
 
 

@@ -19,21 +19,18 @@ class PinHold:
 
     target: TargetId
     pin_id: int
-    boot_count: int
+    boot_id: bytes
 
 
-def granted_pins(core: ClientCore, jobs: Sequence[KeysJob[MatchReply]]) -> tuple[PinHold, ...]:
+def granted_pins(jobs: Sequence[KeysJob[MatchReply]]) -> tuple[PinHold, ...]:
     """The pins that were granted."""
-    found = []
-    for job in jobs:
-        if job.failure is None:
-            boot_count = core.link(job.target).boot_count
-            found += [
-                PinHold(target=job.target, pin_id=answer.pin_id, boot_count=boot_count)
-                for answer in job.answers
-                if answer.pinned
-            ]
-    return tuple(found)
+    return tuple(
+        PinHold(target=job.target, pin_id=answer.pin_id, boot_id=job.boot_id)
+        for job in jobs
+        if job.failure is None
+        for answer in job.answers
+        if answer.pinned
+    )
 
 
 def are_pinned(plan: RecordPlan, jobs: Sequence[KeysJob[MatchReply]], *, dense: range, chunks: int) -> bool:
@@ -67,4 +64,4 @@ def are_pinned(plan: RecordPlan, jobs: Sequence[KeysJob[MatchReply]], *, dense: 
 def holds(core: ClientCore, pin: PinHold) -> bool:
     """Whether the target still knows the pin, as far as this client has noticed."""
     link = next((link for link in core.links() if link.id == pin.target), None)
-    return link is not None and link.boot_count == pin.boot_count
+    return link is not None and link.boot_id == pin.boot_id

@@ -69,6 +69,18 @@ def _lead_with_least_loaded(row: Places, loads: Seconds, run_seconds: Seconds) -
     loads[live[0]] += run_seconds[live[0]]
 
 
+def prefer(order: Places, firsts: Counts) -> Places:
+    """The same places with that of `firsts` in front, in the rows that have it.
+
+    Args:
+        order: One row a key.
+        firsts: A place, or NO_PLACE, for each.
+    """
+    is_first = (order == firsts[:, np.newaxis]) & (firsts != NO_PLACE)[:, np.newaxis]
+    sorted_places: Places = np.take_along_axis(order, np.argsort(~is_first, axis=1, kind="stable"), axis=1)
+    return sorted_places
+
+
 def at_try(order: Places, rows: Counts, tries: Counts) -> Places:
     """The place of each row at its try, NO_PLACE when there are not so many."""
     width = order.shape[1]

@@ -3,43 +3,39 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TypeVar
 
 from kvstore.cluster.view import TargetId
-from kvstore.limits import PLACE_SILENCE_NS
 from kvstore.types.keys import KeyChain
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import Hit, Miss, MissReason
-from kvstore.wire.messages import End, Match, MatchReply, Prefetch, Unpin, Wait
+from kvstore.wire.messages import End, Match, MatchReply, Prefetch, Unpin
 from kvstore.wire.schema import Message
+from kvstore_client.asking import Lookup, ask_places, note_found, wait_places
+from kvstore_client.attempts import attempt
 from kvstore_client.core import ClientCore
 from kvstore_client.incoming import HIT, IncomingRecord
 from kvstore_client.loads import Begun, LoadJob
 from kvstore_client.lookups import KeysJob, TellJob
-from kvstore_client.outcomes import close_open, load_results, miss_of, miss_reason
+from kvstore_client.outcomes import close_open, load_results, miss_of
 from kvstore_client.pins import PinHold, are_pinned, granted_pins, holds
+from kvstore_client.planned_read import SpreadRequest
 from kvstore_client.planner import (
     Keys,
-    RecordPlan,
     Section,
     all_record_keys,
     as_chain,
     boundary_chunks,
     choose_shards,
-    gather_statuses,
     key_statuses,
-    plan_records,
     prefix_length,
     sections_of,
 )
 from kvstore_client.read_shape import ReadShape
-from kvstore_client.rounds import Verb, attempt, ensure_view
-from kvstore_client.spread import SpreadRequest, load_spread
-
-A = TypeVar("A", bound=Message)
+from kvstore_client.rounds import Verb, ensure_view
+from kvstore_client.spread import load_spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +103,13 @@ def load(
             spans=None if shape.is_plain else shape.spans_of(range(len(records)), len(chain)),
             accept_pending=accept_pending,
         )
-        started_ns = time.monotonic_ns()
         if begun is not None:
             _go_on(job, begun)
         yield from attempt(core, [job])
         if job.failure is not None:
             close_open(records, job.failure)
         elif job.received_bytes:
-            core.link(placement).note_read(job.received_bytes, time.monotonic_ns() - started_ns)
+            core.link(placement).note_read(job.received_bytes, job.busy_ns)
     return load_results(rows, core.counters)
 
 
@@ -150,8 +145,10 @@ def match(
     def ask(blob: bytes, _: int) -> Message:
         return Match(namespace=namespace.digest, keys=blob, pin_ttl_ns=pin_ttl_ns, group=group)
 
-    lookup = _Lookup(namespace=namespace, chain=chain, sections=sections, copies=copies, deadline_ns=deadline_ns)
-    plan, jobs, statuses = yield from _ask_all(core, lookup, ask, MatchReply)
+    lookup = Lookup(namespace=namespace, chain=chain, sections=sections, copies=copies, deadline_ns=deadline_ns)
+    answers = yield from ask_places(core, lookup, ask, MatchReply)
+    note_found(core, lookup, answers)
+    plan, jobs, statuses = answers.plan, answers.jobs, answers.statuses
     width = len(chosen)
     dense = key_statuses(plan, statuses, sections=range(width))
     chunks = prefix_length(dense)
@@ -166,7 +163,7 @@ def match(
     core.counters.lookup_keys_hit += boundary
     rest = dense[chunks:]
     pending = len(rest) - len(rest.lstrip(bytes([MissReason.PENDING])))
-    pins = granted_pins(core, jobs)
+    pins = granted_pins(jobs)
     needed = sum(layout.record_bytes(shard) for shard in chosen) * chunks
     return MatchAnswer(
         chunks=chunks,
@@ -196,16 +193,15 @@ def lookup(
     def peek(blob: bytes, _: int) -> Message:
         return Match(namespace=namespace.digest, keys=blob, touch=False, count=False)
 
-    def wait(blob: bytes, left_ns: int) -> Message:
-        return Wait(namespace=namespace.digest, keys=blob, deadline_ns=left_ns)
-
     chain = as_chain(keys, chunks_per_run=namespace.layout.chunks_per_run)
-    asked = _Lookup(namespace=namespace, chain=chain, sections=sections, copies=copies, deadline_ns=deadline_ns)
+    asked = Lookup(namespace=namespace, chain=chain, sections=sections, copies=copies, deadline_ns=deadline_ns)
     if waits:
-        plan, _, statuses = yield from _ask_all(core, asked, wait, End, is_patient=True)
+        waited = yield from wait_places(core, asked)
+        statuses = key_statuses(waited.plan, waited.statuses)
     else:
-        plan, _, statuses = yield from _ask_all(core, asked, peek, MatchReply)
-    return [Hit(length_bytes=0) if status == HIT else miss_of(status) for status in key_statuses(plan, statuses)]
+        peeked = yield from ask_places(core, asked, peek, MatchReply)
+        statuses = key_statuses(peeked.plan, peeked.statuses)
+    return [Hit(length_bytes=0) if status == HIT else miss_of(status) for status in statuses]
 
 
 def prefetch(
@@ -225,9 +221,9 @@ def prefetch(
 
     chain = as_chain(keys, chunks_per_run=namespace.layout.chunks_per_run)
     sections = _key_sections(namespace, shards, part)
-    asked = _Lookup(namespace=namespace, chain=chain, sections=sections, copies=copies, deadline_ns=deadline_ns)
-    _, jobs, _ = yield from _ask_all(core, asked, ask, End)
-    return sum(answer.value for job in jobs if job.failure is None for answer in job.answers)
+    asked = Lookup(namespace=namespace, chain=chain, sections=sections, copies=copies, deadline_ns=deadline_ns)
+    found = yield from ask_places(core, asked, ask, End, has_statuses=False)
+    return sum(answer.value for job in found.jobs if job.failure is None for answer in job.answers)
 
 
 def unpin(core: ClientCore, pins: Sequence[PinHold], deadline_ns: int) -> Verb[None]:
@@ -244,60 +240,6 @@ def unpin(core: ClientCore, pins: Sequence[PinHold], deadline_ns: int) -> Verb[N
 
 def _key_sections(namespace: Namespace, shards: int | Sequence[int] | None, part: str | None) -> tuple[Section, ...]:
     return sections_of(namespace.layout, shards=choose_shards(namespace.layout, shards), parts=(part,))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Lookup:
-    """What is asked about which keys."""
-
-    namespace: Namespace
-    chain: KeyChain
-    sections: Sequence[Section]
-    copies: int | None
-    deadline_ns: int
-
-
-def _ask_all(
-    core: ClientCore,
-    lookup: _Lookup,
-    ask: Callable[[bytes, int], Message],
-    answer: type[A],
-    *,
-    is_patient: bool = False,
-) -> Verb[tuple[RecordPlan, list[KeysJob[A]], bytearray]]:
-    """Asks every place about its records, side by side; one status per record of the plan, the best of all answers.
-
-    Args:
-        core: Of the call.
-        lookup: What it is about.
-        ask: Makes the request for a blob of keys and the nanoseconds that are left.
-        answer: Message that answers it.
-        is_patient: A target may be silent until the deadline. Where there are several, one that is not said to costs no
-            more than PLACE_SILENCE_NS.
-    """
-    yield from ensure_view(core, lookup.deadline_ns)
-    placement = core.placement
-    if placement is None:
-        empty = RecordPlan(key_count=len(lookup.chain), sections=tuple(lookup.sections), batches=())
-        return empty, [], gather_statuses(empty, [])
-    where = placement if isinstance(placement, str) else placement.of_chain(lookup.chain, copies=lookup.copies)
-    plan = plan_records(lookup.chain, layout=lookup.namespace.layout, sections=lookup.sections, where=where)
-    jobs = [
-        KeysJob(batch=batch, flow=core.options.flow, deadline_ns=lookup.deadline_ns, ask=ask, answer=answer)
-        for batch in plan.batches
-    ]
-    if not isinstance(placement, str) and not is_patient:
-        for job in jobs:
-            job.patience_ns = PLACE_SILENCE_NS
-    if jobs:
-        yield from attempt(core, jobs)
-    answers: list[bytes | None] = []
-    for job in jobs:
-        known = job.statuses()
-        if known is None:
-            known = bytes([miss_reason(job.failure)]) * len(job.batch.records)
-        answers.append(known or bytes(len(job.batch.records)))
-    return plan, jobs, gather_statuses(plan, answers)
 
 
 def _load_seconds(core: ClientCore, jobs: Sequence[KeysJob[MatchReply]], needed_bytes: int) -> float:

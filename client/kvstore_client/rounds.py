@@ -1,14 +1,14 @@
-"""How a verb talks to whoever drives it: rounds of jobs, pauses between them, and the rules for trying again.
+"""How a verb talks to whoever drives it: rounds of jobs, and pauses between them.
 
-A verb is a generator. It yields a list of jobs, which the driver runs side by side, each on a connection of its own,
-or a number of nanoseconds to wait. A job never raises for a node's trouble: its `failure` says what happened.
+A verb is a generator. It yields jobs, as a list or a Wave, which the driver runs side by side, each on a connection of
+its own, or a number of nanoseconds to wait. A job never raises for a node's trouble: its `failure` says what happened.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeAlias, TypeVar
 
 from kvstore.cluster.view import TargetId, View
@@ -21,10 +21,10 @@ from kvstore.errors import (
     Unavailable,
 )
 from kvstore.limits import (
-    BREAKER_OPEN_NS_MIN,
     BREAKER_PROBE_NS,
     BREAKER_SILENCE_NS,
     CONNECT_NS_MAX,
+    DOWN_SILENCE_NS,
     RETRIES_PER_CALL_MAX,
     VIEW_ASK_NS_MIN,
 )
@@ -41,26 +41,38 @@ class Job:
     """One target's share of a call.
 
     Attributes:
+        begins_ns: Not before, when it follows another one.
         deadline_ns: Monotonic; the connection waits until then.
         failure: Why it did not come to its end; None when it did, or has not run.
+        busy_ns: How long it has run, over all tries.
         is_cut: Its patience ended before its time.
+        is_last_resort: The view calls its target down, and nobody else has what is asked for. Its failure counts for
+            nothing but that such targets are left alone for a while.
+        is_repeated: It was run again beside the others of its round.
         is_stale: It failed on a connection that had served before, and nothing was heard: the node was restarted in
             between, so trying again at once on a fresh one says nothing about the node's health.
         retries_max: How often it may be repeated.
         patience_ns: If nothing of the answer has come after so long, the first try is given up as Unavailable; 0 waits
             until the deadline. For jobs whose records may be asked for elsewhere.
+        silence_ns: If nothing has come for so long, it is given up, whatever it was; 0 is never. See `hurry`.
         begun_on: Connection, with its link, that is taken already and on which the first run goes on; None afterwards.
     """
 
     __slots__ = (
+        "_on",
+        "begins_ns",
         "begun_on",
+        "busy_ns",
         "deadline_ns",
         "failure",
         "flow",
         "is_cut",
+        "is_last_resort",
+        "is_repeated",
         "is_stale",
         "patience_ns",
         "retries_max",
+        "silence_ns",
         "started_ns",
         "target",
     )
@@ -73,9 +85,33 @@ class Job:
         self.failure: KVStoreError | None = None
         self.is_cut = False
         self.is_stale = False
+        self.is_last_resort = False
+        self.is_repeated = False
+        self.begins_ns = 0
         self.started_ns = 0
+        self.busy_ns = 0
         self.patience_ns = 0
+        self.silence_ns = 0
+        self._on: Connection | None = None
         self.begun_on: tuple[TargetLink, Connection] | None = None
+
+    def as_last_resort(self) -> None:
+        """Before the first run: for a target that the view calls down. One try, and little time."""
+        self.is_last_resort = True
+        self.retries_max = 0
+        self.patience_ns = DOWN_SILENCE_NS
+
+    def hurry(self, silence_ns: int, now_ns: int) -> None:
+        """Nobody needs it any more: it is given up when it says nothing for so long, from now on or later."""
+        self.silence_ns = self.patience_ns = silence_ns
+        if self._on is not None and not self._on.has_heard:
+            self._on.wait_for_word(min(self.deadline_ns, now_ns + silence_ns), self.deadline_ns)
+
+    def arm(self, connection: Connection) -> None:
+        """Before each request but the first one, of those with several: from now on it is silent."""
+        if self.silence_ns:
+            heard_by_ns = time.monotonic_ns() + self.silence_ns
+            connection.wait_for_word(min(self.deadline_ns, heard_by_ns), self.deadline_ns)
 
     def run(self, connection: Connection) -> Steps:
         """Does the call on an open connection. Raises as `Connection.receive`."""
@@ -86,9 +122,39 @@ class Job:
         return isinstance(self.failure, Unavailable | Overloaded | StaleView)
 
 
+class Wave:
+    """Jobs that run side by side. What follows one of them begins while the others go on.
+
+    Attributes:
+        jobs: All of them, also those that followed.
+    """
+
+    __slots__ = ("_after", "_running", "jobs")
+
+    def __init__(self, jobs: Sequence[Job], after: Callable[[Job, bool], Sequence[Job]] | None = None) -> None:
+        """
+        Args:
+            jobs: To begin with.
+            after: Called with each job that has ended, and whether others still run: what to run now. Never raises.
+        """
+        self.jobs = list(jobs)
+        self._after = after
+        self._running = len(jobs)
+
+    def ended(self, job: Job) -> Sequence[Job]:
+        """For the driver: what follows a job; it may be the same one. Each one's `begins_ns` is waited for."""
+        self._running -= 1
+        if self._after is None:
+            return ()
+        more = self._after(job, self._running > 0)
+        self._running += len(more)
+        self.jobs += [one for one in more if one is not job]
+        return more
+
+
 T = TypeVar("T")
 Round: TypeAlias = Sequence[Job]
-Verb: TypeAlias = Generator["Round | int", None, T]
+Verb: TypeAlias = Generator["Round | Wave | int", None, T]
 
 
 def perform(link: TargetLink, job: Job, connection: Connection) -> Steps:
@@ -104,7 +170,9 @@ def perform(link: TargetLink, job: Job, connection: Connection) -> Steps:
     connection.wait_for_word(heard_by_ns, job.deadline_ns)
     connection.has_heard, connection.asked_ns = False, now_ns
     is_probe = is_first and (link.breaker.state is not BreakerState.CLOSED or link.rests(connection.address))
+    is_probe |= job.is_last_resort
     connection.connect_ns_max = BREAKER_PROBE_NS if is_probe else CONNECT_NS_MAX
+    job._on = connection
     try:
         if connection.is_abandoned:
             yield from connection.recover()
@@ -114,18 +182,22 @@ def perform(link: TargetLink, job: Job, connection: Connection) -> Steps:
             yield from connection.open()
         yield from job.run(connection)
         connection.belongs_to(None)  # the caller's memory is his again
+        job.busy_ns += time.monotonic_ns() - now_ns
     except KVStoreError as error:
         job.failure = error
+        job.busy_ns += time.monotonic_ns() - now_ns
         is_late = isinstance(error, DeadlineExceeded)
         if not (connection.is_idle or (is_late and connection.abandon())):
             connection.close()
-        if is_late and heard_by_ns and time.monotonic_ns() < job.deadline_ns:
+        if is_late and (heard_by_ns or job.silence_ns) and time.monotonic_ns() < job.deadline_ns:
             job.patience_ns = 0
             job.is_cut = True
             job.failure = Unavailable(f"target {link.id} at {connection.address} has said nothing yet: {error}")
     except BaseException:
         connection.close()
         raise
+    finally:
+        job._on = None
 
 
 def settle(core: ClientCore, link: TargetLink, job: Job, connection: Connection, now_ns: int) -> None:
@@ -133,6 +205,8 @@ def settle(core: ClientCore, link: TargetLink, job: Job, connection: Connection,
     failure = job.failure
     if failure is None:
         link.breaker.succeeded()
+    elif job.is_last_resort and not connection.is_idle:
+        link.was_unanswered(now_ns)
     elif _breaks_way(job, connection) and link.leave_address(connection.address, now_ns):
         core.counters.connections_broken += 1
         job.is_stale = isinstance(failure, Unavailable)  # there is another way: at once, by that
@@ -180,45 +254,9 @@ def broken_circuit(link: TargetLink, now_ns: int) -> Unavailable:
     )
 
 
-def attempt(core: ClientCore, jobs: Round, *, plans_again: bool = False) -> Verb[None]:
-    """Runs jobs, and again those for which it may help, within their deadlines and the client's retry budget.
-
-    Args:
-        core: Of the call.
-        jobs: One for each target.
-        plans_again: A job that was planned with an old view is not repeated as it is: the caller plans anew.
-    """
-    core.budget.first_attempt()
-    pending = list(jobs)
-    stale_tries = attempts = 0
-    while pending:
-        yield pending
-        pending = [
-            job
-            for job in pending
-            if job.wants_another_try() and not (plans_again and isinstance(job.failure, StaleView))
-        ]
-        if not pending:
-            return
-        if all(job.is_stale for job in pending) and stale_tries <= core.options.connections_per_target:
-            stale_tries += 1
-            continue
-        attempts += 1
-        now_ns = time.monotonic_ns()
-        waits = [(job, _wait_ns(core, job, now_ns)) for job in pending if attempts <= job.retries_max]
-        pause_ns = backoff_ns(attempts, random.random())
-        pause_ns = max([pause_ns, *(wait_ns for _, wait_ns in waits if wait_ns is not None)])
-        pending = [job for job, wait_ns in waits if wait_ns is not None and now_ns + pause_ns < job.deadline_ns]
-        if not pending:
-            return
-        if not core.budget.take(now_ns):
-            core.counters.retries_denied += 1
-            return
-        core.counters.retries += 1
-        yield pause_ns
-        if any(isinstance(job.failure, Unavailable | StaleView) for job in pending):
-            yield from refresh_view(core, min(job.deadline_ns for job in pending))
-            pending = [job for job in pending if not core.is_known_down(job.target)]
+def late(connection: Connection) -> DeadlineExceeded:
+    """What a driver throws into a job that waits on this connection when its time is over."""
+    return DeadlineExceeded(f"the call's deadline passed while it waited for the node at {connection.address}")
 
 
 def ensure_view(core: ClientCore, deadline_ns: int) -> Verb[None]:
@@ -236,7 +274,7 @@ def refresh_view(core: ClientCore, deadline_ns: int) -> Verb[KVStoreError | None
     failure: KVStoreError | None = None
     has_answer = False
     now_ns = time.monotonic_ns()
-    core.asks_for_view(now_ns)
+    named_epoch = core.asks_for_view(now_ns)
     if core.view is not None:
         # an old view may still be right: leave most of the time to the call itself
         deadline_ns = min(deadline_ns, now_ns + min(CONNECT_NS_MAX, max(0, deadline_ns - now_ns) // 4))
@@ -249,11 +287,11 @@ def refresh_view(core: ClientCore, deadline_ns: int) -> Verb[KVStoreError | None
         yield [job]
         if job.view is None:
             failure = job.failure
-        elif core.adopt(job.view, source=source, now_ns=time.monotonic_ns()):
+        elif core.adopt(job.view, source=source, now_ns=time.monotonic_ns(), named_epoch=named_epoch):
             return None
         else:
             has_answer = True
-    core.has_asked_all()
+    core.has_asked_all(named_epoch)
     return None if has_answer else failure
 
 
@@ -307,21 +345,3 @@ class ViewJob(Job):
             self.view = View.from_plain(unpack_plain(reply.view, what="view"))
         except InvalidRequest as error:
             raise Unavailable(f"node at {connection.address} gave a view that makes no sense: {error}") from error
-
-
-def _wait_ns(core: ClientCore, job: Job, now_ns: int) -> int | None:
-    """How long until the target's breaker lets another try of a job pass; None when it shall not be tried again.
-
-    A breaker that has opened just now is waited for: a live target that was slow is not given up for that.
-    """
-    try:
-        wait_ns = core.link(job.target).breaker.reopens_in_ns(now_ns)
-    except Unavailable:
-        return None
-    if wait_ns > BREAKER_OPEN_NS_MIN:
-        return None
-    job.started_ns = job.started_ns or now_ns  # its probe may take the time of a whole connect
-    return wait_ns
-
-
-assert RETRIES_PER_CALL_MAX >= 1

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvstore.cluster.view import TargetId
 from kvstore.errors import Unavailable
-from kvstore.limits import ADDRESS_REST_NS, NAMESPACES_MAX
+from kvstore.limits import ADDRESS_REST_NS, DOWN_REST_NS, NAMESPACES_MAX
 from kvstore.types.flow import FlowClass
 from kvstore.wire.messages import ID_BYTES, Feature, Welcome
 from kvstore_client.connection import Connection
@@ -31,8 +31,7 @@ class TargetLink:
     Attributes:
         id: Of the target; "" for a node that is only asked for the view.
         client_id: 16 random bytes of this process; its pins and writers belong to it.
-        boot_id: Of the node as last seen; zeros before the first WELCOME.
-        boot_count: Rises when another boot id is seen: pins and writers from before are gone.
+        boot_id: Of the node as last seen; zeros before the first WELCOME. With another one, pins and writers are gone.
         breaker: Whether calls may try at all.
         view_epoch: Of the view that this link's calls are planned with; 0 when they need none.
         local: The way to it on the same host.
@@ -54,7 +53,7 @@ class TargetLink:
         "_pid",
         "_rests",
         "_told",
-        "boot_count",
+        "_unanswered_until_ns",
         "boot_id",
         "breaker",
         "client_id",
@@ -87,7 +86,6 @@ class TargetLink:
         self.rdma = rdma
         self.view_epoch = 0
         self.boot_id = bytes(ID_BYTES)
-        self.boot_count = 0
         self.breaker = CircuitBreaker()
         self.read_bytes_per_second = 0.0
         self.in_flight_bytes = 0
@@ -103,6 +101,7 @@ class TargetLink:
         self._pid = os.getpid()
         self._rests: dict[str, int] = {}  # addresses that failed, and until when they are left alone
         self._told: set[bytes] = set()
+        self._unanswered_until_ns = 0
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -116,7 +115,17 @@ class TargetLink:
             self.node_id = node_id
             self.breaker = CircuitBreaker()
             self._rests.clear()
+            self._unanswered_until_ns = 0
             self.drop_idle_soon()
+
+    def is_unanswered(self, now_ns: int) -> bool:
+        """Whether a target that is down by the view was asked a while ago, and did not answer."""
+        return now_ns < self._unanswered_until_ns
+
+    def was_unanswered(self, now_ns: int) -> None:
+        """A target that is down by the view was asked as the last resort, and did not answer."""
+        self._unanswered_until_ns = now_ns + DOWN_REST_NS
+        self.drop_idle()
 
     def take(self, flow: FlowClass, now_ns: int) -> Connection | None:
         """A connection of that class for one call, open or to be opened; None when all are in use."""
@@ -133,6 +142,10 @@ class TargetLink:
         found.asked_ns = now_ns  # until its call begins: one that was never used is not silent since time 0
         self._in_use.add(found)
         return found
+
+    def has_room(self) -> bool:
+        """Whether another connection may be taken."""
+        return len(self._in_use) < self._options.connections_per_target
 
     def _idle_for(self, flow: FlowClass) -> Connection | None:
         """An idle connection of that class. With several addresses the one that rested longest, and not the first as
@@ -338,7 +351,6 @@ class TargetLink:
         self._counters.connections_opened += 1
         if welcome.boot_id != self.boot_id:
             if self.boot_id != bytes(ID_BYTES):
-                self.boot_count += 1
                 self._counters.restarts_noticed += 1
                 self.drop_idle_soon()
                 self._told.clear()

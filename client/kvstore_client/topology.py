@@ -7,7 +7,7 @@ the client tells apart are workers. A view with one of them needs no placement: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstore.cluster.placement import Places
 from kvstore.cluster.run_places import NO_PLACE, NOT_A_HEAD, Counts, RunPlaces, copies_of, workers_of
-from kvstore.cluster.view import READ_STATES, TargetId, View
+from kvstore.cluster.view import READ_STATES, TargetId, TargetState, View
 from kvstore.limits import DIGEST_BYTES
 from kvstore.types.keys import KeyChain
 from kvstore_client.address import split_address
@@ -33,12 +33,14 @@ class WorkerRoute:
         addresses: One for each rail.
         node_id: Who must answer there; "" when the view does not say.
         is_readable: Some target of it answers reads.
+        is_down: The view calls it down, with all its targets; it may answer reads all the same, as a fenced node does.
     """
 
     id: TargetId
     addresses: tuple[str, ...]
     node_id: str
     is_readable: bool
+    is_down: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +50,28 @@ class ChainPlaces:
     Attributes:
         workers: Ids, by number.
         run_of: Of each key, the row of `places`.
-        places: Numbers of workers for each run: where it belongs now, best first, then where it was before; NO_PLACE
-            where there is none.
+        places: Numbers of workers for each run: where it belongs now, best first, then where it was before, then those
+            of `down` that may have it; NO_PLACE where there is none.
         newest: How many columns of `places` say where it belongs now.
+        down: Workers that the view calls down: to be asked for what nobody else has.
     """
 
     workers: tuple[TargetId, ...]
     run_of: Counts
     places: Places
     newest: int
+    down: frozenset[TargetId] = frozenset()
 
     def only_newest(self) -> ChainPlaces:
         """Where new records go."""
         return replace(self, places=self.places[:, : self.newest])
+
+    def without(self, workers: Collection[TargetId]) -> ChainPlaces:
+        """The same places but for these workers."""
+        if not workers:
+            return self
+        numbers = [number for number, worker in enumerate(self.workers) if worker in workers]
+        return replace(self, places=np.where(np.isin(self.places, numbers), NO_PLACE, self.places))
 
     def by_worker(self) -> Iterator[tuple[TargetId, Counts]]:
         """Each worker that has any of the keys, with the indexes of those, ascending."""
@@ -72,18 +83,20 @@ class ChainPlaces:
 class Placement:
     """Where runs lie by a view with several workers. Immutable; made once for each view."""
 
-    __slots__ = ("_places", "workers")
+    __slots__ = ("_down", "_places", "workers")
 
     def __init__(self, view: View) -> None:
         self._places = RunPlaces(view)
         self.workers: tuple[TargetId, ...] = tuple(targets[0] for targets in self._places.workers)
+        self._down = frozenset(self.workers[number] for number in self._places.down)
 
-    def of_chain(self, chain: KeyChain, *, copies: int | None) -> ChainPlaces:
+    def of_chain(self, chain: KeyChain, *, copies: int | None, with_down: bool = False) -> ChainPlaces:
         """Where the keys of `chain` belong and may be.
 
         Args:
             chain: Any keys.
             copies: That their namespace asks for; None is what the view says.
+            with_down: Also at workers that the view calls down.
         """
         rows = np.frombuffer(chain.run_heads(), np.uint64).reshape(-1, _WORDS)
         begins = np.ones(len(rows), np.bool_)
@@ -95,13 +108,19 @@ class Placement:
         counts = copies_of(self._places.replicas, indexes, copies)
         places = self._places.everywhere(rows[firsts].tobytes(), counts)
         newest = int(counts.max()) if len(counts) else 1
-        return ChainPlaces(self.workers, np.cumsum(begins) - 1, places, newest)
+        down: frozenset[TargetId] = frozenset()
+        if with_down and self._down:
+            down = self._down
+            places = np.concatenate([places, self._places.behind_down(rows[firsts].tobytes(), counts)], axis=1)
+        return ChainPlaces(self.workers, np.cumsum(begins) - 1, places, newest, down)
 
 
-def places_of(placement: Placement | TargetId, chain: KeyChain, *, copies: int | None) -> ChainPlaces:
+def places_of(
+    placement: Placement | TargetId, chain: KeyChain, *, copies: int | None, with_down: bool = False
+) -> ChainPlaces:
     """`Placement.of_chain`, also where there is one worker."""
     if isinstance(placement, Placement):
-        return placement.of_chain(chain, copies=copies)
+        return placement.of_chain(chain, copies=copies, with_down=with_down)
     return ChainPlaces((placement,), np.zeros(len(chain), np.intp), np.zeros((1, 1), np.intp), 1)
 
 
@@ -127,18 +146,22 @@ def routes_of(view: View, *, asked_host: str) -> tuple[WorkerRoute, ...]:
                 addresses=tuple(_reachable(address, asked_host) for address in first.data),
                 node_id=first.node_id,
                 is_readable=any(target.state in READ_STATES for target in targets),
+                is_down=all(target.state is TargetState.DOWN for target in targets),
             )
         )
     return tuple(routes)
 
 
 def placement_of(view: View, routes: tuple[WorkerRoute, ...]) -> Placement | TargetId | None:
-    """Where keys are: with the only worker of that id, or where a Placement says; None when nobody can be asked."""
+    """Where keys are: with the only worker of that id, or where a Placement says; None when nobody can be asked.
+
+    A worker that is down counts: what it holds is looked for where others say that they have it not.
+    """
     if len(routes) == 1:
         return routes[0].id
-    readable = [route.id for route in routes if route.is_readable]
-    if len(readable) <= 1:
-        return readable[0] if readable else None
+    asked = [route.id for route in routes if route.is_readable or route.is_down]
+    if len(asked) <= 1:
+        return asked[0] if asked else None
     return Placement(view)
 
 

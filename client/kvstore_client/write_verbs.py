@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.limits import COPIES_MAX, DIGEST_BYTES, LAST_SILENCE_NS
@@ -10,6 +12,7 @@ from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import Exists, Hit, Miss, Refused, RefusedReason, Stored
 from kvstore.wire.messages import Delete, Drop, End, Manifest
+from kvstore_client.attempts import attempt
 from kvstore_client.copies import StoredItems, StoreRequest, store_items
 from kvstore_client.core import ClientCore
 from kvstore_client.incoming import HIT
@@ -26,7 +29,8 @@ from kvstore_client.planner import (
     sections_of,
 )
 from kvstore_client.regions import Region, region_of
-from kvstore_client.rounds import Verb, attempt, ensure_view, refresh_view
+from kvstore_client.rounds import Job, Verb, ensure_view, refresh_view
+from kvstore_client.topology import places_of
 
 
 def store(
@@ -74,7 +78,8 @@ def delete(
 ) -> Verb[list[Hit | Miss]]:
     """Deletes the dense records and all sparse parts of keys, wherever copies of them may be.
 
-    A key is a hit when its dense record was there, and is left nowhere that could be asked.
+    A key is a hit when its dense record was there, and is left nowhere that could be asked. Targets that the view calls
+    down are asked too: one that answers reads would go on giving it.
     """
     layout = namespace.layout
     chain = as_chain(keys, chunks_per_run=layout.chunks_per_run)
@@ -83,7 +88,8 @@ def delete(
     yield from ensure_view(core, deadline_ns)
     if core.placement is None:
         return [miss_of(miss_reason(None)) for _ in range(len(chain))]
-    where = core.placement if isinstance(core.placement, str) else core.placement.of_chain(chain, copies=COPIES_MAX)
+    where = places_of(core.placement, chain, copies=COPIES_MAX, with_down=True)
+    where = where.without(core.unanswered(where.down))
     plan = plan_records(chain, layout=layout, sections=sections, where=where)
     jobs = [
         KeysJob(
@@ -95,10 +101,15 @@ def delete(
         )
         for batch in plan.batches
     ]
-    for job in jobs if len(jobs) > 1 else ():
-        job.patience_ns = LAST_SILENCE_NS
+    for job in jobs:
+        if job.target in where.down:
+            job.as_last_resort()
+        elif len(jobs) > 1:
+            job.patience_ns = LAST_SILENCE_NS
     if jobs:
         yield from attempt(core, jobs)
+        jobs = [job for job in jobs if not (job.target in where.down and _has_no_say(core, job))]
+        plan = replace(plan, batches=tuple(job.batch for job in jobs))
     answers = [
         known if (known := job.statuses()) is not None else bytes([miss_reason(job.failure)]) * len(job.batch.records)
         for job in jobs
@@ -107,6 +118,11 @@ def delete(
     width = len(sections) // len(parts)
     dense = key_statuses(plan, statuses, sections=range(width))
     return [Hit(length_bytes=0) if status == HIT else miss_of(status) for status in dense]
+
+
+def _has_no_say(core: ClientCore, job: Job) -> bool:
+    """Whether a target that is down by the view is so indeed: it did not answer, or was not asked."""
+    return job.failure is not None and (not job.started_ns or core.link(job.target).is_unanswered(time.monotonic_ns()))
 
 
 def drop(core: ClientCore, namespace: Namespace, manifest: Manifest, deadline_ns: int) -> Verb[KVStoreError | None]:

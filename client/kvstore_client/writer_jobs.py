@@ -13,7 +13,7 @@ from kvstore.types.results import ItemStatus, RefusedReason
 from kvstore.wire.header import FrameType
 from kvstore.wire.messages import ID_BYTES, End, Manifest, Result, WriterAbort, WriterCommit, WriterOpen, WriterOpened
 from kvstore.wire.slices import NO_CONTENT_ID, Slice, encode_slices
-from kvstore_client.assembly import Piece, WrittenCopy
+from kvstore_client.assembly import OPEN, Piece, WrittenCopy
 from kvstore_client.connection import Connection, Steps
 from kvstore_client.core import ClientCore
 from kvstore_client.lookups import left_ns
@@ -28,6 +28,9 @@ class CopiesJob(Job):
     """A job about the copies of a writer's records on one target.
 
     Nothing is repeated on another connection once the node heard of it.
+
+    Attributes:
+        copies: Those that are open.
     """
 
     __slots__ = ("copies",)
@@ -37,6 +40,15 @@ class CopiesJob(Job):
     ) -> None:
         super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, retries_max=0)
         self.copies: list[WrittenCopy] = copies or []
+
+    def _fail_forgotten(self, connection: Connection) -> None:
+        """Refuses copies that another worker has granted than the one that would be told of them now: it was started
+        again, and writers of its own may have their numbers."""
+        assert connection.welcome is not None
+        boot_id = connection.welcome.boot_id
+        for copy in [one for one in self.copies if one.boot_id != boot_id]:
+            copy.finish(int(RefusedReason.OVERLOADED), detail="the node was started again and has forgotten the writer")
+            self.copies.remove(copy)
 
 
 class OpenJob(CopiesJob):
@@ -82,6 +94,8 @@ class OpenJob(CopiesJob):
         details = opened.details.split("\n") if opened.details else []
         for at, copy in enumerate(self.copies):
             (copy.writer_id,) = _U32.unpack_from(opened.writer_ids, 4 * at)
+            assert connection.welcome is not None
+            copy.boot_id = connection.welcome.boot_id
             if opened.statuses[at] != _GRANTED:
                 copy.finish(opened.statuses[at], detail=details[at] if at < len(details) else "")
 
@@ -113,7 +127,11 @@ class WriteJob(CopiesJob):
 
     def run(self, connection: Connection) -> Steps:
         """Sends each frame from the caller's memory and waits until the node has it."""
-        for group in _frames(self.pieces):
+        self._fail_forgotten(connection)
+        pieces = [(copy, piece) for copy, piece in self.pieces if copy.status == OPEN]
+        for number, group in enumerate(_frames(pieces)):
+            if number:
+                self.arm(connection)
             slices = [
                 Slice(
                     copy.writer_id,
@@ -160,7 +178,10 @@ class CommitJob(CopiesJob):
 
     def run(self, connection: Connection) -> Steps:
         """Commits all of them at once."""
+        self._fail_forgotten(connection)
         copies = self.copies
+        if not copies:
+            return
         message = WriterCommit(
             writer_ids=_pack([copy.writer_id for copy in copies]),
             crc_tables=b"".join([copy.record.crc_table for copy in copies]),
@@ -196,6 +217,9 @@ class AbortJob(CopiesJob):
 
     def run(self, connection: Connection) -> Steps:
         """Tells the node to forget them."""
+        self._fail_forgotten(connection)
+        if not self.copies:
+            return
         yield from connection.ask(WriterAbort(writer_ids=_pack([copy.writer_id for copy in self.copies])), End)
 
 

@@ -5,23 +5,32 @@ Every copy of a record is a writer of its own on its target; all get the same pi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.cluster.view import TargetId
 from kvstore.errors import DeadlineExceeded, InvalidRequest
-from kvstore.limits import BATCH_ITEMS_MAX, LAST_SILENCE_NS, SECOND_NS, WRITER_TTL_NS
+from kvstore.limits import (
+    BATCH_ITEMS_MAX,
+    LAST_SILENCE_NS,
+    PLACE_SILENCE_NS,
+    SECOND_NS,
+    UNPIN_NS_MAX,
+    WRITER_TTL_NS,
+)
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import Exists, Refused, RefusedReason, Stored
 from kvstore.wire.messages import Manifest
 from kvstore_client.assembly import OPEN, AssembledRecord, WrittenCopy
+from kvstore_client.attempts import Follow, attempt
 from kvstore_client.core import ClientCore
 from kvstore_client.outcomes import store_result
 from kvstore_client.planner import Keys, Section, as_chain, choose_shards, plan_records, sections_of
 from kvstore_client.record_facts import ChainFacts, PartFacts
 from kvstore_client.regions import Item, region_of
-from kvstore_client.rounds import Verb, attempt, ensure_view
+from kvstore_client.rounds import Job, Verb, ensure_view
 from kvstore_client.topology import places_to_write
 from kvstore_client.write_verbs import check_writable_part
 from kvstore_client.writer_jobs import AbortJob, CommitJob, CopiesJob, OpenJob, WriteJob
@@ -135,9 +144,6 @@ def open_writer(
     if jobs:
         yield from attempt(core, jobs)
     for job in jobs:
-        boot_count = core.link(job.target).boot_count
-        for copy in job.copies:
-            copy.boot_count = boot_count
         _close_failed(job)
     _refuse_unplaced(state, core.words_of_no_target())
     return state
@@ -179,8 +185,7 @@ def write(
         at += length
     waiting = [job for job in jobs.values() if job.pieces]
     if waiting:
-        _fail_forgotten(core, waiting)
-        yield from attempt(core, [job for job in waiting if job.copies])
+        yield from attempt(core, waiting, follow=_hurry_after(waiting))
         for job in waiting:
             _close_failed(job)
 
@@ -190,12 +195,12 @@ def commit(
 ) -> Verb[list[Stored | Exists | Refused]]:
     """Makes all complete records visible; the others are aborted and refused."""
     jobs: list[CommitJob] = []
-    aborts: list[AbortJob] = []
+    aborts: list[tuple[TargetId, list[WrittenCopy]]] = []
     for target, copies in state.open_copies():
         complete = [copy for copy in copies if copy.record.is_complete]
         rest = [copy for copy in copies if not copy.record.is_complete]
         if rest:
-            aborts.append(AbortJob(core, target, rest, deadline_ns))
+            aborts.append((target, rest))
         for copy in rest:
             missing = copy.record.missing_blocks
             copy.finish(int(RefusedReason.INVALID), detail=f"{missing} blocks were not written before the commit")
@@ -211,12 +216,12 @@ def commit(
                 )
             )
     if jobs:
-        _fail_forgotten(core, jobs)
-        yield from attempt(core, [job for job in jobs if job.copies])
+        yield from attempt(core, jobs, follow=_hurry_after(jobs))
         for job in jobs:
             _close_failed(job, committed=True)
     if aborts:  # a target that is silent now cannot take the time of a commit any more
-        yield aborts
+        until_ns = min(deadline_ns, time.monotonic_ns() + UNPIN_NS_MAX)
+        yield [AbortJob(core, target, rest, until_ns) for target, rest in aborts]
     return state.results()
 
 
@@ -288,15 +293,23 @@ def _lengths(
     return [list(lengths)] if len(sizes) == 1 else [[size] * count for size in sizes]
 
 
-def _fail_forgotten(core: ClientCore, jobs: Sequence[CopiesJob]) -> None:
-    """Refuses copies whose target was started again: it has forgotten them."""
-    for job in jobs:
-        boot_count = core.link(job.target).boot_count
-        for copy in [one for one in job.copies if one.boot_count != boot_count]:
-            copy.finish(int(RefusedReason.OVERLOADED), detail="the node was started again and has forgotten the writer")
-            job.copies.remove(copy)
-        if isinstance(job, WriteJob):
-            job.pieces = [(copy, piece) for copy, piece in job.pieces if copy.status == OPEN]
+def _hurry_after(jobs: Sequence[CopiesJob]) -> Follow:
+    """When a job is through, those whose copies others have by then may not hang for more than PLACE_SILENCE_NS."""
+    left = list(jobs)
+    through: set[AssembledRecord] = set()
+
+    def after(ended: Job) -> Sequence[Job]:
+        for job in [job for job in left if job is ended]:
+            left.remove(job)
+            if job.failure is None:
+                through.update(copy.record for copy in job.copies)
+        now_ns = time.monotonic_ns()
+        for job in left:
+            if not job.silence_ns and all(copy.record in through for copy in job.copies):
+                job.hurry(PLACE_SILENCE_NS, now_ns)
+        return ()
+
+    return after
 
 
 def _close_failed(job: CopiesJob, *, committed: bool = False) -> None:

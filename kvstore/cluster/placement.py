@@ -17,7 +17,7 @@ Copies of a run go to different failure domains while there are any left, then t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Self, TypeAlias
 
 import numpy as np
@@ -77,6 +77,17 @@ class Ranking:
         readable = [target for target in view.targets if target.state in READ_STATES]
         return tuple(
             cls({target.id: previous.weights.get(target.id, target.weight) for target in readable}, domains)
+            for previous in view.previous
+        )
+
+    @classmethod
+    def with_down(cls, view: View, down: Collection[TargetId]) -> tuple[Self, ...]:
+        """`of` and `before`, as they would be if these targets still took part: they may answer all the same."""
+        domains = _domains(view)
+        taking = [target for target in view.targets if target.state in READ_STATES or target.id in down]
+        newest = {target.id: target.weight if target.id in down else target.placed_weight for target in taking}
+        return cls(newest, domains), *(
+            cls({target.id: previous.weights.get(target.id, target.weight) for target in taking}, domains)
             for previous in view.previous
         )
 

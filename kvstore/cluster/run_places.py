@@ -7,15 +7,15 @@ and nodes repair by it: they must agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.cluster.placement import Places, Ranking
-from kvstore.cluster.view import ReplicaPolicy, TargetId, View
-from kvstore.limits import DIGEST_BYTES
+from kvstore.cluster.view import ReplicaPolicy, TargetId, TargetState, View
+from kvstore.limits import DIGEST_BYTES, DOWN_PLACES_MAX
 
 Counts: TypeAlias = NDArray[np.intp]
 
@@ -47,9 +47,10 @@ class RunPlaces:
     Attributes:
         workers: The targets of each worker; places are indices into it.
         replicas: The view's policy.
+        down: Workers that the view calls down, with all their targets.
     """
 
-    __slots__ = ("_rankings", "replicas", "workers")
+    __slots__ = ("_down_rankings", "_rankings", "down", "replicas", "workers")
 
     def __init__(self, view: View) -> None:
         self.workers = workers_of(view)
@@ -57,6 +58,16 @@ class RunPlaces:
         numbers = {target: number for number, targets in enumerate(self.workers) for target in targets}
         self._rankings = tuple(
             _WorkerRanking(ranking, numbers) for ranking in (Ranking.of(view), *Ranking.before(view))
+        )
+        states = {target.id: target.state for target in view.targets}
+        self.down = frozenset(
+            number
+            for number, targets in enumerate(self.workers)
+            if all(states[target] is TargetState.DOWN for target in targets)
+        )
+        down_ids = {target for number in self.down for target in self.workers[number]}
+        self._down_rankings = tuple(
+            _WorkerRanking(ranking, numbers) for ranking in (Ranking.with_down(view, down_ids) if down_ids else ())
         )
 
     def newest(self, run_heads: bytes, copies: Counts) -> Places:
@@ -74,13 +85,28 @@ class RunPlaces:
     def everywhere(self, run_heads: bytes, copies: Counts) -> Places:
         """Where runs may be: the columns of `newest`, then those of each previous placement, each worker once a run."""
         found = [ranking.places(run_heads, copies) for ranking in self._rankings]
-        places = np.concatenate(found, axis=1) if len(found) > 1 else found[0]
-        for column in range(found[0].shape[1], places.shape[1]):
-            known = (places[:, :column] == places[:, column : column + 1]).any(axis=1)
-            places[known, column] = NO_PLACE
-        used = (places != NO_PLACE).any(axis=0)
-        used[: found[0].shape[1]] = True
-        return places[:, used]
+        return _each_once(found, kept=found[0].shape[1])
+
+    def behind_down(self, run_heads: bytes, copies: Counts) -> Places:
+        """Workers of `down` that may hold runs, which belonged there while that one, or others of `down`, still served.
+
+        A run that was written then has fewer than its copies on workers that rank before it and are not down.
+
+        Returns:
+            As `everywhere`, at most DOWN_PLACES_MAX columns; none where no worker is down.
+        """
+        found = [self._down_of(ranking, run_heads, copies) for ranking in self._down_rankings]
+        if not found:
+            return np.empty((len(run_heads) // DIGEST_BYTES, 0), np.intp)
+        return _to_the_front(_each_once(found, kept=0))[:, :DOWN_PLACES_MAX]
+
+    def _down_of(self, ranking: _WorkerRanking, run_heads: bytes, copies: Counts) -> Places:
+        width = min(len(self.down), DOWN_PLACES_MAX)
+        places = ranking.places(run_heads, copies + width)
+        is_down = np.isin(places, list(self.down))
+        live_before = np.cumsum((places != NO_PLACE) & ~is_down, axis=1)
+        places[~is_down | (live_before >= copies[:, np.newaxis])] = NO_PLACE
+        return _to_the_front(places)[:, :width]
 
 
 class _WorkerRanking:
@@ -111,6 +137,23 @@ class _WorkerRanking:
             places = np.concatenate([places, lack], axis=1)
         places[np.arange(most) >= copies[:, np.newaxis]] = NO_PLACE
         return places
+
+
+def _each_once(found: Sequence[Places], *, kept: int) -> Places:
+    """The columns of all, each worker once a row; without columns that are empty then, but for the first `kept`."""
+    places = np.concatenate(found, axis=1) if len(found) > 1 else found[0]
+    for column in range(found[0].shape[1], places.shape[1]):
+        known = (places[:, :column] == places[:, column : column + 1]).any(axis=1)
+        places[known, column] = NO_PLACE
+    used = (places != NO_PLACE).any(axis=0)
+    used[:kept] = True
+    return places[:, used]
+
+
+def _to_the_front(places: Places) -> Places:
+    """Each row with its places first, in their order."""
+    order = np.argsort(places == NO_PLACE, axis=1, kind="stable")
+    return np.take_along_axis(places, order, axis=1)
 
 
 def _distinct(places: Places, most: int) -> Places:

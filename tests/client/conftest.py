@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from kvstore import limits
 from kvstore.errors import KVStoreError, UnknownNamespace
 from kvstore.limits import BATCH_ITEMS_MAX, FRAME_PAYLOAD_BYTES_MAX, INLINE_PUT_BYTES_MAX, SLICE_BYTES_MAX
 from kvstore.types.checksum import crc_table
@@ -435,6 +436,51 @@ def split(keys: bytes) -> list[bytes]:
     return [keys[at : at + 32] for at in range(0, len(keys), 32)]
 
 
+class Nodes:
+    """Scripted nodes with one view of all."""
+
+    def __init__(self, nodes: list[ScriptedNode]) -> None:
+        self.nodes = nodes
+        self.epoch = 0
+        self.show()
+
+    def show(
+        self, *, copies: int = 1, states: dict[int, str] | None = None, previous: list[dict] | None = None
+    ) -> None:
+        self.epoch += 1
+        targets = [
+            {
+                "id": f"t{at}",
+                "data": [one.address],
+                "weight": 1.0,
+                "state": (states or {}).get(at, "serving"),
+                "node_id": f"n{at}",
+            }
+            for at, one in enumerate(self.nodes)
+            if (states or {}).get(at) != "away"
+        ]
+        view = {
+            "epoch": self.epoch,
+            "node_id": "",
+            "cluster": "c",
+            "targets": targets,
+            "replicas": {"copies": copies, "head_copies": copies},
+            "previous": [{"epoch": self.epoch, "keep_ns": 10**9, "weights": weights} for weights in previous or []],
+        }
+        packed = pack_plain(view)
+        for at, one in enumerate(self.nodes):
+            one.node_id = f"n{at}"
+            one.epoch = self.epoch
+            one.view = lambda: packed
+
+    def clear_calls(self) -> None:
+        for one in self.nodes:
+            one.calls.clear()
+
+    def counts(self, verb: FrameType) -> list[int]:
+        return [one.count(verb) for one in self.nodes]
+
+
 @pytest.fixture
 def node() -> Iterator[ScriptedNode]:
     """A node that behaves, until it is told otherwise."""
@@ -449,3 +495,26 @@ def opaque() -> Namespace:
     """Chunks of plain bytes, at most 300,000 each."""
     layout = KVLayout.opaque(chunk_bytes=300_000, chunk_tokens=16)
     return Namespace(tenant="default", model="opaque", weights="w1", layout=layout)
+
+
+@pytest.fixture
+def cluster(node: ScriptedNode) -> Iterator[Nodes]:
+    """Three nodes that behave, with one view of all."""
+    made = [node, ScriptedNode(), ScriptedNode()]
+    for one in made[1:]:
+        one.start()
+    yield Nodes(made)
+    for one in made[1:]:
+        one.stop()
+
+
+@pytest.fixture
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the times after which a target is taken for dead."""
+    for name in (
+        "planned_read.LAST_SILENCE_NS",
+        "rounds.CONNECT_NS_MAX",
+        "rounds.BREAKER_SILENCE_NS",
+        "retry.BREAKER_SILENCE_NS",
+    ):
+        monkeypatch.setattr(f"kvstore_client.{name}", getattr(limits, name.partition(".")[2]) // 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from contextlib import suppress
 from typing import Any
@@ -38,7 +39,7 @@ class ClientModel(RuleBasedStateMachine):
     def start(self) -> None:
         self.version = 0
         self.known: list[set[bytes | None]] = [{None} for _ in range(KEYS)]
-        namespace = Namespace(tenant="default", model=f"m{id(self)}", weights="w", layout=LAYOUT)
+        namespace = Namespace(tenant="default", model=os.urandom(8).hex(), weights="w", layout=LAYOUT)
         self.node.script = self.node.garble = None
         self.client = KVClient.connect(self.node.address)
         self.ns = self.client.namespace(namespace)

@@ -3,100 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 
 import pytest
 
 from kvstore import limits
-from kvstore.cluster.view import View
-from kvstore.errors import InvalidRequest, QuotaExceeded, Unavailable
-from kvstore.limits import PLACE_SILENCE_NS, PULL_NS_MAX, SECOND_NS, VIEW_OLDER_NS
+from kvstore.errors import InvalidRequest, QuotaExceeded
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import MissReason, RefusedReason
-from kvstore.wire.codec import pack_plain, unpack_plain
 from kvstore.wire.failures import code_of
 from kvstore.wire.header import FrameType
-from kvstore.wire.messages import ErrorReply, Match, MatchReply
+from kvstore.wire.messages import ErrorReply
 from kvstore_client import AsyncKVClient, Exists, Hit, KVClient, Miss, Stored
-from kvstore_client import core as core_module
-from kvstore_client.connection import Connection
-from kvstore_client.hints import hint
 
 COUNT = 24
 LAYOUT = KVLayout.opaque(chunk_bytes=2000, chunk_tokens=4, run_bytes=6000)
 NAMESPACE = Namespace(tenant="default", model="m", weights="w", layout=LAYOUT)
 KEYS = NAMESPACE.keys(list(range(4 * COUNT)))
 PAYLOADS = [bytes([at]) * (100 + at) for at in range(COUNT)]
-
-
-class Nodes:
-    """Scripted nodes with one view of all."""
-
-    def __init__(self, nodes) -> None:
-        self.nodes = nodes
-        self.epoch = 0
-        self.show()
-
-    def show(
-        self, *, copies: int = 1, states: dict[int, str] | None = None, previous: list[dict] | None = None
-    ) -> None:
-        self.epoch += 1
-        targets = [
-            {
-                "id": f"t{at}",
-                "data": [one.address],
-                "weight": 1.0,
-                "state": (states or {}).get(at, "serving"),
-                "node_id": f"n{at}",
-            }
-            for at, one in enumerate(self.nodes)
-            if (states or {}).get(at) != "away"
-        ]
-        view = {
-            "epoch": self.epoch,
-            "node_id": "",
-            "cluster": "c",
-            "targets": targets,
-            "replicas": {"copies": copies, "head_copies": copies},
-            "previous": [{"epoch": self.epoch, "keep_ns": 10**9, "weights": weights} for weights in previous or []],
-        }
-        packed = pack_plain(view)
-        for at, one in enumerate(self.nodes):
-            one.node_id = f"n{at}"
-            one.epoch = self.epoch
-            one.view = lambda: packed
-
-    def clear_calls(self) -> None:
-        for one in self.nodes:
-            one.calls.clear()
-
-    def counts(self, verb: FrameType) -> list[int]:
-        return [one.count(verb) for one in self.nodes]
-
-
-@pytest.fixture
-def cluster(node):
-    made = [node, *(type(node)() for _ in range(2))]
-    for one in made[1:]:
-        one.start()
-    yield Nodes(made)
-    for one in made[1:]:
-        one.stop()
-
-
-@pytest.fixture
-def short_patience(monkeypatch) -> None:
-    """A tenth of the times after which a target is taken for dead."""
-    for name in (
-        "spread.LAST_SILENCE_NS",
-        "rounds.CONNECT_NS_MAX",
-        "rounds.BREAKER_SILENCE_NS",
-        "retry.BREAKER_SILENCE_NS",
-    ):
-        monkeypatch.setattr(f"kvstore_client.{name}", getattr(limits, name.partition(".")[2]) // 8)
 
 
 def read(ns) -> list[Hit | Miss]:
@@ -312,69 +238,6 @@ def test_ranks_give_their_group_to_every_node(cluster) -> None:
             ns.match(KEYS, group=b"short")
 
 
-def test_a_view_is_not_replaced_by_an_older_one_and_a_dead_seed_is_passed_over(cluster) -> None:
-    old = cluster.nodes[0].view()
-    cluster.show()
-    cluster.nodes[0].view = lambda: old
-    cluster.nodes[0].epoch = 1
-    dead, _, fresh = (one.address for one in cluster.nodes)
-    with KVClient.connect([fresh, dead]) as client:
-        core = client.session().core
-        for _ in range(6):
-            client.refresh()
-            assert core.view is not None
-            assert core.view.epoch == cluster.epoch
-        cluster.nodes[0].stop()
-        cluster.nodes[1].stop()
-        for _ in range(6):
-            client.refresh()
-    with KVClient.connect([dead, fresh]) as client:
-        assert client.session().core.view.epoch == cluster.epoch
-
-
-def test_a_cluster_that_began_anew_is_believed_in_the_end(cluster) -> None:
-    cluster.epoch = 50
-    cluster.show()
-    with KVClient.connect(cluster.nodes[0].address) as client:
-        core = client.session().core
-        known = core.view
-        cluster.epoch = 0
-        cluster.show()
-        client.refresh()
-        assert core.view is known
-        core._older_since_ns -= VIEW_OLDER_NS
-        client.refresh()
-        assert core.view.epoch == 1
-        assert not core.wants_view(time.monotonic_ns())
-
-
-def test_a_dead_rail_costs_bandwidth_and_nothing_else(node) -> None:
-    rail = socket.create_server(("127.0.0.1", 0))
-    dead = f"127.0.0.1:{rail.getsockname()[1]}"
-    node.data = (node.address, dead)
-    rail.close()
-    with KVClient.connect(node.address) as client:
-        ns = client.namespace(NAMESPACE)
-        assert {type(one) for one in ns.put(KEYS, PAYLOADS)} == {Stored}
-        for _ in range(4):
-            assert {type(one) for one in read(ns)} == {Hit}
-        assert client.stats()["breaker_opened"] == 0
-        assert client.stats()["retries"] == 0
-
-
-def test_all_rails_are_used(node) -> None:
-    other = socket.create_server(("127.0.0.1", 0))
-    node.data = (node.address, f"127.0.0.1:{other.getsockname()[1]}")
-    threading.Thread(target=node._accept, args=(other,), daemon=True).start()
-    with KVClient.connect(node.address) as client:
-        ns = client.namespace(NAMESPACE)
-        for _ in range(6):
-            ns.put(KEYS, PAYLOADS)
-        ports = [link.socket.getsockname()[1] for link in node.links]
-        assert set(ports) == {node.port, other.getsockname()[1]}
-    other.close()
-
-
 @pytest.mark.usefixtures("short_patience")
 def test_a_frozen_target_is_a_miss_before_the_deadline_and_a_slow_one_is_waited_for(cluster) -> None:
     go_on = threading.Event()
@@ -444,81 +307,6 @@ def test_nothing_is_written_where_every_target_drains(cluster) -> None:
         assert not any(ns.contains(KEYS))
 
 
-def test_a_hint_does_not_outlive_the_deadline_of_its_read(cluster) -> None:
-    with KVClient.connect(cluster.nodes[0].address) as client:
-        core = client.session().core
-        now_ns = time.monotonic_ns()
-        lacking = {("t1", "t0"): KEYS[0].digest}
-        assert list(hint(core, NAMESPACE.digest, lacking, now_ns)) == []
-        ((job,),) = hint(core, NAMESPACE.digest, lacking, now_ns + PULL_NS_MAX // 2)
-        assert job.deadline_ns <= now_ns + PULL_NS_MAX // 2
-
-
-def test_a_connection_that_was_never_used_is_not_taken_for_a_silent_one(cluster) -> None:
-    with KVClient.connect(cluster.nodes[0].address) as client:
-        link = client.session().core.link("t1")
-        for _ in range(client.options.connections_per_target):
-            now_ns = time.monotonic_ns()
-            assert link.take(client.options.flow, now_ns) is not None
-        assert link.take(client.options.flow, now_ns) is None
-        link.check_word(PLACE_SILENCE_NS, now_ns + PLACE_SILENCE_NS - 1)
-        with pytest.raises(Unavailable, match="have heard nothing"):
-            link.check_word(PLACE_SILENCE_NS, now_ns + PLACE_SILENCE_NS)
-
-
-def test_a_drained_connection_serves_its_next_call_until_that_ones_deadline(cluster, monkeypatch) -> None:
-    """Draining hears the rest of the last answer; whether the next one is silent is not known by that."""
-    go_on = threading.Event()
-    with KVClient.connect(cluster.nodes[0].address) as client:
-        ns = client.namespace(NAMESPACE)
-        ns.put(KEYS, PAYLOADS)
-        core = client.session().core
-        cluster.nodes[0].script = lambda link, frame: frame.type is FrameType.MATCH and not go_on.wait(60)
-        connection = Connection(cluster.nodes[0].address, greeting=core.link("t0"), flow=client.options.flow)
-        connection.wait_for_word(0, time.monotonic_ns() + 60 * SECOND_NS)
-        list(connection.open())
-        connection.begin(Match(namespace=NAMESPACE.digest, keys=KEYS[0].digest))
-        assert connection.try_flush()
-        assert connection.abandon()
-        go_on.set()
-        monkeypatch.setattr("kvstore_client.connection.DRAIN_NS_MAX", 40 * SECOND_NS)  # a busy machine is no reason
-        heard_by_ns = time.monotonic_ns() + 50 * SECOND_NS
-        connection.wait_for_word(heard_by_ns, heard_by_ns + SECOND_NS)
-        list(connection.recover())
-        assert connection.is_idle
-        assert connection.deadline_ns == heard_by_ns, "nothing has come of the next call"
-        list(connection.ask(Match(namespace=NAMESPACE.digest, keys=KEYS[0].digest), MatchReply))
-        assert connection.deadline_ns == heard_by_ns + SECOND_NS
-        connection.close()
-
-
-def test_the_slower_of_two_threads_does_not_bring_the_older_view_back(cluster, monkeypatch) -> None:
-    old = cluster.nodes[0].view()
-    cluster.show()
-    new = cluster.nodes[0].view()
-    with KVClient.connect(cluster.nodes[0].address, lazy=True) as client:
-        core = client.session().core
-        real, other = core_module.routes_of, None
-
-        def adopt(packed: bytes) -> None:
-            core.adopt(
-                View.from_plain(unpack_plain(packed, what="view")), source="@" + cluster.nodes[0].address, now_ns=1
-            )
-
-        def overtaken(view: View, *, asked_host: str):
-            nonlocal other
-            if other is None:
-                other = threading.Thread(target=adopt, args=(new,))
-                other.start()
-                other.join(0.2)  # it gets ahead of this thread, if it may
-            return real(view, asked_host=asked_host)
-
-        monkeypatch.setattr(core_module, "routes_of", overtaken)
-        adopt(old)
-        other.join()
-        assert core.view.epoch == core.link("t0").view_epoch == cluster.epoch
-
-
 def test_a_node_that_could_not_be_told_how_many_copies_is_told_with_the_next_put(cluster) -> None:
     with KVClient.connect(cluster.nodes[0].address) as client:
         ns = client.namespace(NAMESPACE, copies=3)
@@ -555,28 +343,11 @@ def test_a_silent_target_keeps_no_other_one_from_letting_go(cluster, verb) -> No
         go_on.set()
 
 
-def test_a_call_that_is_interrupted_while_it_waits_keeps_no_connection(cluster, monkeypatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with KVClient.connect(cluster.nodes[0].address) as client:
-        ns = client.namespace(NAMESPACE)
-        ns.put(KEYS, PAYLOADS)
-        links = [client.session().core.link(f"t{at}") for at in range(3)]
-        counts = range(client.options.connections_per_target)
-        monkeypatch.setattr("kvstore_client.blocking.BlockingDriver._wait_for_connection", interrupted)
-        held = [links[2].take(client.options.flow, 0) for _ in counts]
-        with pytest.raises(KeyboardInterrupt):
-            ns.match(KEYS)
-        assert all(held)
-        assert all(link.take(client.options.flow, 0) for link in links[:2] for _ in counts)
-
-
 @pytest.mark.usefixtures("short_patience")
 @pytest.mark.parametrize("verb", ["put", "delete", "match"])
 def test_a_frozen_target_is_asked_no_more_once_the_view_says_that_it_is_down(cluster, monkeypatch, verb) -> None:
     monkeypatch.setattr("kvstore_client.core.random.shuffle", lambda names: names.sort())  # t0 is asked for the view
-    for name in ("copies.LAST_SILENCE_NS", "write_verbs.LAST_SILENCE_NS", "read_verbs.PLACE_SILENCE_NS"):
+    for name in ("copies.LAST_SILENCE_NS", "write_verbs.LAST_SILENCE_NS", "asking.PLACE_SILENCE_NS"):
         monkeypatch.setattr(f"kvstore_client.{name}", limits.LAST_SILENCE_NS // 8)
     go_on = threading.Event()
 

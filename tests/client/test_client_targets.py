@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 
 import pytest
 
@@ -104,14 +103,12 @@ def test_a_stalled_target_costs_only_its_own_keys(nodes, kind) -> None:
 
         def script(link, frame) -> bool:
             if frame.type is FrameType.GET:
-                go_on.wait(30)
+                go_on.wait(60)  # a call that waits for it gets a hit then, which fails below
             return False
 
         nodes[1].script = script
         memory = [bytearray(len(payload(at))) for at in range(COUNT)]
-        began = time.monotonic()
         results = ns.get_into(keys, memory, **{kind: 0.3})
-        assert time.monotonic() - began < 5
         for at, (result, got) in enumerate(zip(results, memory, strict=True)):
             assert result == Miss(MissReason.DEADLINE) if keys[at].digest in mine else bytes(got) == payload(at)
         go_on.set()

@@ -45,8 +45,10 @@ def test_a_placement_is_only_made_where_several_can_be_asked() -> None:
     serving, down = TargetState.SERVING, TargetState.DOWN
     assert placement(view_of()) is None
     assert placement(view_of(down)) == "t0", "it may be back before the view says so"
-    assert placement(view_of(down, down)) is None
-    assert placement(view_of(down, TargetState.DRAINING)) == "t1"
+    assert placement(view_of(TargetState.RECOVERING, TargetState.RECOVERING)) is None
+    assert placement(view_of(TargetState.RECOVERING, TargetState.DRAINING)) == "t1"
+    assert isinstance(placement(view_of(down, down)), Placement), "one that is down may answer reads"
+    assert isinstance(placement(view_of(down, TargetState.DRAINING)), Placement)
     assert isinstance(placement(view_of(serving, down, serving)), Placement)
 
 
@@ -113,3 +115,32 @@ def test_the_least_loaded_copy_is_read_and_a_broken_one_last() -> None:
     broken = load_seconds([0, 0], [0.0, 0.0], [False, True])
     assert broken[1] == BROKEN_SECONDS
     assert (reading_order(where, broken, np.ones(2))[:, 0] == 0).all()
+
+
+def test_what_was_written_while_targets_served_is_looked_for_there_last_when_they_are_down() -> None:
+    serving, down = TargetState.SERVING, TargetState.DOWN
+    chain = NAMESPACE.keys(list(range(4 * 300)))
+    before = places_of(Placement(view_of(*[serving] * 6)), chain, copies=2)
+    for states in ([down] + [serving] * 5, [serving, down, serving, serving, down, serving]):
+        after = places_of(Placement(view_of(*states)), chain, copies=2, with_down=True)
+        numbers = {f"t{at}" for at, state in enumerate(states) if state is down}
+        assert after.down == numbers
+        live = after.places[:, : after.newest]
+        assert not np.isin(live, [int(name[1]) for name in numbers]).any()
+        for old, new in zip(before.places[before.run_of], after.places[after.run_of], strict=True):
+            held_by_down = {f"t{at}" for at in old.tolist()} & numbers
+            asked = [f"t{at}" for at in new.tolist() if at != NO_PLACE]
+            assert held_by_down <= set(asked)
+            assert not set(asked[:2]) & numbers, "behind those that are not down"
+        assert (after.without(after.down).places[:, after.newest :] == NO_PLACE).all()
+        assert places_of(Placement(view_of(*states)), chain, copies=2).places.shape[1] == after.newest
+
+
+def test_places_of_targets_that_went_down_one_after_the_other_are_found() -> None:
+    """What was written while one was down lies where it would be without that one."""
+    serving, down = TargetState.SERVING, TargetState.DOWN
+    chain = NAMESPACE.keys(list(range(4 * 300)))
+    written = places_of(Placement(view_of(down, *[serving] * 5)), chain, copies=1)
+    after = places_of(Placement(view_of(down, down, *[serving] * 4)), chain, copies=1, with_down=True)
+    rows = zip(written.places[written.run_of], after.places[after.run_of], strict=True)
+    assert all(1 in new for old, new in rows if 1 in old)

@@ -1,0 +1,231 @@
+"""Answers that stall or trickle, and calls that wait for a connection: a call ends at its deadline, with the prefix."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+
+import pytest
+
+from kvstore.limits import SECOND_NS
+from kvstore.types.results import MissReason, RefusedReason
+from kvstore.wire.header import FrameType
+from kvstore_client import Hit, KVClient, Miss, Stored
+from kvstore_client.options import ClientOptions
+
+TOKENS = list(range(16 * 8))
+SIZE = 100_000
+
+
+@pytest.fixture
+def client(node):
+    with KVClient.connect(node.address, deadline=20) as made:
+        yield made
+
+
+@pytest.fixture
+def stored(client, opaque):
+    """A namespace with eight chunks of SIZE bytes, their keys and payloads."""
+    ns = client.namespace(opaque)
+    keys = ns.keys(TOKENS)
+    payloads = [random.Random(at).randbytes(SIZE) for at in range(8)]
+    assert all(isinstance(one, Stored) for one in ns.put(keys, payloads))
+    return ns, keys, payloads
+
+
+def memories() -> list[bytearray]:
+    return [bytearray(b"\xaa" * SIZE) for _ in range(8)]
+
+
+def check(results, memory, payloads) -> None:
+    """Every hit is right."""
+    for result, got, payload in zip(results, memory, payloads, strict=True):
+        if isinstance(result, Hit):
+            assert bytes(got) == payload
+
+
+def prefix(results) -> int:
+    return next((at for at, one in enumerate(results) if not isinstance(one, Hit)), len(results))
+
+
+def break_after(bytes_sent: int, *, times: int, then=lambda link: link.kill()):
+    """Sends the first bytes of the right answer to GET, then does something else."""
+    left = [times]
+
+    def script(link, frame) -> bool:
+        if frame.type is not FrameType.GET or left[0] == 0:
+            return False
+        left[0] -= 1
+        out = Limited(link.socket, bytes_sent)
+        real, link.socket = link.socket, out
+        link.answer(frame)
+        link.socket = real
+        then(link)
+        return True
+
+    return script
+
+
+class Limited:
+    """A socket that sends its first bytes only."""
+
+    def __init__(self, real: socket.socket, left: int) -> None:
+        self._real = real
+        self._left = left
+
+    def sendall(self, data: bytes) -> None:
+        self._real.sendall(data[: self._left])
+        self._left -= min(self._left, len(data))
+
+    def __getattr__(self, name: str):
+        return getattr(self._real, name)
+
+
+def stall(link) -> None:
+    """Waits until the client goes away."""
+    link.socket.settimeout(30)
+    try:
+        while link.socket.recv(1 << 16):
+            pass
+    except OSError:
+        pass
+    raise ConnectionError
+
+
+@pytest.mark.parametrize("sent", [0, 50, 70_000, 3 * SIZE + 1000])
+@pytest.mark.parametrize("kind", ["deadline", "soft_deadline"])
+def test_a_stalled_answer_ends_at_the_deadline_with_the_prefix(node, stored, sent, kind) -> None:
+    ns, keys, payloads = stored
+    node.script = break_after(sent, times=1, then=stall)
+    memory = memories()
+    began = time.monotonic()
+    results = ns.get_into(keys, memory, **{kind: 0.3})
+    elapsed = time.monotonic() - began
+    assert 0.25 < elapsed < 5
+    assert prefix(results) == (3 if sent > 3 * SIZE else 0)
+    assert results[-1] == Miss(MissReason.DEADLINE)
+    check(results, memory, payloads)
+    assert prefix(ns.get_into(keys, memory)) == 8, "the next call gets a fresh connection"
+
+
+def test_late_bytes_never_land_in_a_buffer_that_was_given_back(node, stored) -> None:
+    ns, keys, _ = stored
+    released = threading.Event()
+    finished = threading.Event()
+
+    def send_rest(link) -> None:
+        released.wait(30)
+        try:
+            link.socket.sendall(b"\x55" * SIZE)
+        except OSError:
+            pass
+        finished.set()
+        raise ConnectionError
+
+    node.script = break_after(SIZE // 2, times=1, then=send_rest)
+    memory = memories()
+    assert prefix(ns.get_into(keys, memory, deadline=0.2)) == 0
+    before = [bytes(one) for one in memory]
+    released.set()
+    assert finished.wait(30)
+    assert prefix(ns.get_into(keys, memories())) == 8
+    assert [bytes(one) for one in memory] == before
+
+
+def test_a_trickle_is_cut_at_the_deadline(node, stored) -> None:
+    ns, keys, _ = stored
+
+    def trickle(link) -> None:
+        try:
+            while True:
+                link.socket.sendall(b"\0")
+                time.sleep(0.01)
+        except OSError:
+            raise ConnectionError from None
+
+    node.script = break_after(200, times=1, then=trickle)
+    began = time.monotonic()
+    assert prefix(ns.get_into(keys, memories(), deadline=0.3)) == 0
+    assert time.monotonic() - began < 3
+
+
+def test_a_deadline_that_has_passed_sends_nothing(node, stored) -> None:
+    ns, keys, _ = stored
+    before = node.count(FrameType.GET)
+    assert ns.get_into(keys, memories(), deadline=0) == [Miss(MissReason.DEADLINE)] * 8
+    results = ns.put(keys, [b"x"] * 8, deadline=0)
+    assert {one.reason for one in results} == {RefusedReason.DEADLINE}
+    assert ns.match(keys, deadline=-1).chunks == 0
+    assert ns.contains(keys, deadline=0) == [False] * 8
+    assert node.count(FrameType.GET) == before
+
+
+def test_a_call_that_finds_no_free_connection_ends_at_its_deadline(node, opaque) -> None:
+    options = ClientOptions(connections_per_target=1)
+    with KVClient.connect(node.address, options=options) as client:
+        ns = client.namespace(opaque)
+        ns.put(ns.keys(TOKENS[:16]), [b"x"])
+        waiting, go_on = threading.Event(), threading.Event()
+
+        def script(link, frame) -> bool:
+            if frame.type is FrameType.GET:
+                waiting.set()
+                go_on.wait(30)
+            return False
+
+        node.script = script
+        first = []
+        thread = threading.Thread(target=lambda: first.extend(ns.get_into(ns.keys(TOKENS[:16]), [bytearray(1)])))
+        thread.start()
+        assert waiting.wait(30)
+        assert ns.get_into(ns.keys(TOKENS[:16]), [bytearray(1)], deadline=0.1) == [Miss(MissReason.DEADLINE)]
+        go_on.set()
+        thread.join(30)
+        assert isinstance(first[0], Hit)
+
+
+@pytest.mark.parametrize("sent", [0, 40, SIZE // 2, SIZE + 200])
+def test_after_a_deadline_the_rest_is_drained_and_the_connection_kept(node, stored, monkeypatch, sent) -> None:
+    """The node sends the rest of the answer after the caller has its memory back: scratch takes it."""
+    monkeypatch.setattr("kvstore_client.connection.DRAIN_NS_MAX", 60 * SECOND_NS)  # a busy machine is no reason
+    ns, keys, payloads = stored
+    assert prefix(ns.get_into(keys, memories())) == 8  # opens the connection, which needs no share of the deadline
+    released = threading.Event()
+
+    def script(link, frame) -> bool:
+        if frame.type is not FrameType.GET or released.is_set():
+            return False
+        whole = bytearray()
+        real, link.socket = link.socket, Recorder(whole)
+        link.answer(frame)
+        link.socket = real
+        real.sendall(whole[:sent])
+        released.wait(30)
+        real.sendall(whole[sent:])
+        return True
+
+    node.script = script
+    memory = memories()
+    opened = len(node.hellos)
+    assert prefix(ns.get_into(keys, memory, soft_deadline=0.4)) == (1 if sent > SIZE else 0)
+    before = [bytes(one) for one in memory]
+    released.set()
+    again = memories()
+    results = ns.get_into(keys, again)
+    assert prefix(results) == 8
+    check(results, again, payloads)
+    assert [bytes(one) for one in memory] == before
+    assert len(node.hellos) == opened, "one connection to read with, and it was kept"
+    assert FrameType.CANCEL in node.calls
+
+
+class Recorder:
+    """Stands in for a socket and keeps what is sent."""
+
+    def __init__(self, whole: bytearray) -> None:
+        self._whole = whole
+
+    def sendall(self, data: bytes) -> None:
+        self._whole += data

@@ -1,0 +1,190 @@
+"""Views of a cluster that come and go, addresses of a node, and the connections that calls share."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from kvstore.cluster.view import View
+from kvstore.errors import Unavailable
+from kvstore.limits import PLACE_SILENCE_NS, PULL_NS_MAX, SECOND_NS, VIEW_OLDER_NS
+from kvstore.types.layout import KVLayout
+from kvstore.types.namespace import Namespace
+from kvstore.wire.codec import unpack_plain
+from kvstore.wire.header import FrameType
+from kvstore.wire.messages import Match, MatchReply
+from kvstore_client import Hit, KVClient, Miss, Stored
+from kvstore_client import core as core_module
+from kvstore_client.connection import Connection
+from kvstore_client.hints import hint
+
+COUNT = 24
+LAYOUT = KVLayout.opaque(chunk_bytes=2000, chunk_tokens=4, run_bytes=6000)
+NAMESPACE = Namespace(tenant="default", model="m", weights="w", layout=LAYOUT)
+KEYS = NAMESPACE.keys(list(range(4 * COUNT)))
+PAYLOADS = [bytes([at]) * (100 + at) for at in range(COUNT)]
+
+
+def read(ns) -> list[Hit | Miss]:
+    memory = [bytearray(len(one)) for one in PAYLOADS]
+    results = ns.get_into(KEYS, memory)
+    assert all(bytes(memory[at]) == PAYLOADS[at] for at, one in enumerate(results) if isinstance(one, Hit))
+    return results
+
+
+def test_a_view_is_not_replaced_by_an_older_one_and_a_dead_seed_is_passed_over(cluster) -> None:
+    old = cluster.nodes[0].view()
+    cluster.show()
+    cluster.nodes[0].view = lambda: old
+    cluster.nodes[0].epoch = 1
+    dead, _, fresh = (one.address for one in cluster.nodes)
+    with KVClient.connect([fresh, dead]) as client:
+        core = client.session().core
+        for _ in range(6):
+            client.refresh()
+            assert core.view is not None
+            assert core.view.epoch == cluster.epoch
+        cluster.nodes[0].stop()
+        cluster.nodes[1].stop()
+        for _ in range(6):
+            client.refresh()
+    with KVClient.connect([dead, fresh]) as client:
+        assert client.session().core.view.epoch == cluster.epoch
+
+
+def test_a_cluster_that_began_anew_is_believed_in_the_end(cluster) -> None:
+    cluster.epoch = 50
+    cluster.show()
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        core = client.session().core
+        known = core.view
+        cluster.epoch = 0
+        cluster.show()
+        client.refresh()
+        assert core.view is known
+        core._older_since_ns -= VIEW_OLDER_NS
+        client.refresh()
+        assert core.view.epoch == 1
+        assert not core.wants_view(time.monotonic_ns())
+
+
+def test_a_dead_rail_costs_bandwidth_and_nothing_else(node) -> None:
+    rail = socket.create_server(("127.0.0.1", 0))
+    dead = f"127.0.0.1:{rail.getsockname()[1]}"
+    node.data = (node.address, dead)
+    rail.close()
+    with KVClient.connect(node.address) as client:
+        ns = client.namespace(NAMESPACE)
+        assert {type(one) for one in ns.put(KEYS, PAYLOADS)} == {Stored}
+        for _ in range(4):
+            assert {type(one) for one in read(ns)} == {Hit}
+        assert client.stats()["breaker_opened"] == 0
+        assert client.stats()["retries"] == 0
+
+
+def test_all_rails_are_used(node) -> None:
+    other = socket.create_server(("127.0.0.1", 0))
+    node.data = (node.address, f"127.0.0.1:{other.getsockname()[1]}")
+    threading.Thread(target=node._accept, args=(other,), daemon=True).start()
+    with KVClient.connect(node.address) as client:
+        ns = client.namespace(NAMESPACE)
+        for _ in range(6):
+            ns.put(KEYS, PAYLOADS)
+        ports = [link.socket.getsockname()[1] for link in node.links]
+        assert set(ports) == {node.port, other.getsockname()[1]}
+    other.close()
+
+
+def test_a_hint_does_not_outlive_the_deadline_of_its_read(cluster) -> None:
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        core = client.session().core
+        now_ns = time.monotonic_ns()
+        lacking = {("t1", "t0"): KEYS[0].digest}
+        assert list(hint(core, NAMESPACE.digest, lacking, now_ns)) == []
+        ((job,),) = hint(core, NAMESPACE.digest, lacking, now_ns + PULL_NS_MAX // 2)
+        assert job.deadline_ns <= now_ns + PULL_NS_MAX // 2
+
+
+def test_a_connection_that_was_never_used_is_not_taken_for_a_silent_one(cluster) -> None:
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        link = client.session().core.link("t1")
+        for _ in range(client.options.connections_per_target):
+            now_ns = time.monotonic_ns()
+            assert link.take(client.options.flow, now_ns) is not None
+        assert link.take(client.options.flow, now_ns) is None
+        link.check_word(PLACE_SILENCE_NS, now_ns + PLACE_SILENCE_NS - 1)
+        with pytest.raises(Unavailable, match="have heard nothing"):
+            link.check_word(PLACE_SILENCE_NS, now_ns + PLACE_SILENCE_NS)
+
+
+def test_a_drained_connection_serves_its_next_call_until_that_ones_deadline(cluster, monkeypatch) -> None:
+    """Draining hears the rest of the last answer; whether the next one is silent is not known by that."""
+    go_on = threading.Event()
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+        core = client.session().core
+        cluster.nodes[0].script = lambda link, frame: frame.type is FrameType.MATCH and not go_on.wait(60)
+        connection = Connection(cluster.nodes[0].address, greeting=core.link("t0"), flow=client.options.flow)
+        connection.wait_for_word(0, time.monotonic_ns() + 60 * SECOND_NS)
+        list(connection.open())
+        connection.begin(Match(namespace=NAMESPACE.digest, keys=KEYS[0].digest))
+        assert connection.try_flush()
+        assert connection.abandon()
+        go_on.set()
+        monkeypatch.setattr("kvstore_client.connection.DRAIN_NS_MAX", 40 * SECOND_NS)  # a busy machine is no reason
+        heard_by_ns = time.monotonic_ns() + 50 * SECOND_NS
+        connection.wait_for_word(heard_by_ns, heard_by_ns + SECOND_NS)
+        list(connection.recover())
+        assert connection.is_idle
+        assert connection.deadline_ns == heard_by_ns, "nothing has come of the next call"
+        list(connection.ask(Match(namespace=NAMESPACE.digest, keys=KEYS[0].digest), MatchReply))
+        assert connection.deadline_ns == heard_by_ns + SECOND_NS
+        connection.close()
+
+
+def test_the_slower_of_two_threads_does_not_bring_the_older_view_back(cluster, monkeypatch) -> None:
+    old = cluster.nodes[0].view()
+    cluster.show()
+    new = cluster.nodes[0].view()
+    with KVClient.connect(cluster.nodes[0].address, lazy=True) as client:
+        core = client.session().core
+        real, other = core_module.routes_of, None
+
+        def adopt(packed: bytes) -> None:
+            core.adopt(
+                View.from_plain(unpack_plain(packed, what="view")), source="@" + cluster.nodes[0].address, now_ns=1
+            )
+
+        def overtaken(view: View, *, asked_host: str):
+            nonlocal other
+            if other is None:
+                other = threading.Thread(target=adopt, args=(new,))
+                other.start()
+                other.join(0.2)  # it gets ahead of this thread, if it may
+            return real(view, asked_host=asked_host)
+
+        monkeypatch.setattr(core_module, "routes_of", overtaken)
+        adopt(old)
+        other.join()
+        assert core.view.epoch == core.link("t0").view_epoch == cluster.epoch
+
+
+def test_a_call_that_is_interrupted_while_it_waits_keeps_no_connection(cluster, monkeypatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+        links = [client.session().core.link(f"t{at}") for at in range(3)]
+        counts = range(client.options.connections_per_target)
+        monkeypatch.setattr("kvstore_client.blocking.BlockingDriver._wait_for_connection", interrupted)
+        held = [links[2].take(client.options.flow, 0) for _ in counts]
+        with pytest.raises(KeyboardInterrupt):
+            ns.match(KEYS)
+        assert all(held)
+        assert all(link.take(client.options.flow, 0) for link in links[:2] for _ in counts)
