@@ -331,6 +331,7 @@ DOWN_SILENCE_NS: Final = 250 * MS_NS  # for a target that the view calls down, a
 DOWN_REST_NS: Final = 5 * SECOND_NS  # one of these that did not answer is left alone, so misses stay fast
 DOWN_PLACES_MAX: Final = 2  # of these for each run: another one that held it may be asked after a while
 ADDRESS_REST_NS: Final = 2 * SECOND_NS  # one of several ways to a target that failed: the others carry on meanwhile
+ADDRESS_REST_NS_MAX: Final = 32 * SECOND_NS  # and twice as long each time that it fails again, up to this
 PULL_PAUSE_NS: Final = 100 * MS_NS  # between two hints of one client process that a target lacks what another one has
 PULL_NS_MAX: Final = 50 * MS_NS  # for such a hint, at the end of a read
 PULL_KEYS_PER_HINT_MAX: Final = 256

@@ -60,6 +60,7 @@ class Connection:
         is_abandoned: Its last call was given up, and the rest of the answer is still on its way; see `abandon`.
         has_heard: True once any byte of the answer to the current call has arrived.
         idle_since_ns: When the last call ended.
+        pause_ns: How long an answer may stand still, where there is another way to the node; 0 is until the deadline.
         welcome: What the node takes.
         regions: What the node can reach of our memory; None where payload goes by TCP.
         quick: Socket, receive and next request id, while it is open; None also if reads may not end with data.
@@ -92,6 +93,7 @@ class Connection:
         "idle_since_ns",
         "is_abandoned",
         "is_fresh",
+        "pause_ns",
         "quick",
         "receive_timeout_ns",
         "regions",
@@ -115,7 +117,7 @@ class Connection:
         self.blocking = True
         self.connect_ns_max = CONNECT_NS_MAX
         self.deadline_ns = 0
-        self._later_deadline_ns = 0
+        self._later_deadline_ns = self.pause_ns = 0
         self.idle_since_ns = 0
         self._begin_anew()
 
@@ -537,7 +539,9 @@ class Connection:
         if not count:
             raise Unavailable(f"node at {self._address} closed the connection; it may be restarting")
         self.has_heard = True
-        if self._later_deadline_ns:
+        if self._later_deadline_ns and self.pause_ns:
+            self.deadline_ns = min(self._later_deadline_ns, time.monotonic_ns() + self.pause_ns)
+        elif self._later_deadline_ns:
             self.deadline_ns, self._later_deadline_ns = self._later_deadline_ns, 0
         return count
 

@@ -25,6 +25,7 @@ from kvstore.limits import (
     BREAKER_SILENCE_NS,
     CONNECT_NS_MAX,
     DOWN_SILENCE_NS,
+    LAST_SILENCE_NS,
     RETRIES_PER_CALL_MAX,
     VIEW_ASK_NS_MIN,
 )
@@ -166,7 +167,13 @@ def perform(link: TargetLink, job: Job, connection: Connection) -> Steps:
     job.failure = None
     job.is_stale = job.is_cut = False
     job.started_ns = now_ns
-    heard_by_ns = min(job.deadline_ns, now_ns + job.patience_ns) if job.patience_ns else 0
+    patience_ns = job.patience_ns
+    connection.pause_ns = 0
+    if is_first and link.has_another_way(connection.address, now_ns):
+        # it may be the way that is dead: then there is time to go by another one
+        patience_ns = min(patience_ns or LAST_SILENCE_NS, max(1, (job.deadline_ns - now_ns) // 2))
+        connection.pause_ns = patience_ns
+    heard_by_ns = min(job.deadline_ns, now_ns + patience_ns) if patience_ns else 0
     connection.wait_for_word(heard_by_ns, job.deadline_ns)
     connection.has_heard, connection.asked_ns = False, now_ns
     is_probe = is_first and (link.breaker.state is not BreakerState.CLOSED or link.rests(connection.address))
@@ -192,7 +199,8 @@ def perform(link: TargetLink, job: Job, connection: Connection) -> Steps:
         if is_late and (heard_by_ns or job.silence_ns) and time.monotonic_ns() < job.deadline_ns:
             job.patience_ns = 0
             job.is_cut = True
-            job.failure = Unavailable(f"target {link.id} at {connection.address} has said nothing yet: {error}")
+            words = f"target {link.id} at {connection.address} has said nothing for too long: {error}"
+            job.failure = Unavailable(words)
     except BaseException:
         connection.close()
         raise
@@ -209,6 +217,7 @@ def settle(core: ClientCore, link: TargetLink, job: Job, connection: Connection,
         link.was_unanswered(now_ns)
     elif _breaks_way(job, connection) and link.leave_address(connection.address, now_ns):
         core.counters.connections_broken += 1
+        connection.close()  # whatever is still to come, comes by that way
         job.is_stale = isinstance(failure, Unavailable)  # there is another way: at once, by that
     elif job.is_cut and job.retries_max:
         link.drop_idle()  # slow or dead? The next try begins with a HELLO, which a live node answers at once

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvstore.cluster.view import TargetId
 from kvstore.errors import Unavailable
-from kvstore.limits import ADDRESS_REST_NS, DOWN_REST_NS, NAMESPACES_MAX
+from kvstore.limits import ADDRESS_REST_NS, ADDRESS_REST_NS_MAX, DOWN_REST_NS, NAMESPACES_MAX
 from kvstore.types.flow import FlowClass
 from kvstore.wire.messages import ID_BYTES, Feature, Welcome
 from kvstore_client.connection import Connection
@@ -22,6 +22,7 @@ from kvstore_client.shm_ways import LocalWay
 from kvstore_client.stats import Counters
 
 _RATE_WEIGHT = 0.2  # of the newest sample in the moving average of the read rate
+_NO_REST = (0, 0)
 RATE_BYTES_MIN = 256 * 1024  # smaller reads measure the round trip, not the rate
 
 
@@ -99,7 +100,7 @@ class TargetLink:
         self._in_use: set[Connection] = set()
         self._is_drop_due = False
         self._pid = os.getpid()
-        self._rests: dict[str, int] = {}  # addresses that failed, and until when they are left alone
+        self._rests: dict[str, tuple[int, int]] = {}  # addresses that failed: left alone until when, for how long
         self._told: set[bytes] = set()
         self._unanswered_until_ns = 0
 
@@ -133,7 +134,7 @@ class TargetLink:
             return None
         if self._is_drop_due or self.breaker.state is BreakerState.HALF_OPEN:
             self.drop_idle()  # a probe is a new connection: HELLO tells at once whether anybody is there
-        found = self._idle_for(flow)
+        found = self._idle_for(flow, now_ns)
         if found is None:
             found = Connection(self._next_way(now_ns), greeting=self, flow=flow)
         elif self._idle:
@@ -147,24 +148,32 @@ class TargetLink:
         """Whether another connection may be taken."""
         return len(self._in_use) < self._options.connections_per_target
 
-    def _idle_for(self, flow: FlowClass) -> Connection | None:
-        """An idle connection of that class. With several addresses the one that rested longest, and not the first as
-        long as there are addresses without one: all rails are used."""
+    def _idle_for(self, flow: FlowClass, now_ns: int) -> Connection | None:
+        """An idle connection of that class. With several addresses the one that rested longest, and none as long as
+        there are addresses without one: all rails are used, also one that is back."""
         same = [one for one in self._idle if one.flow is flow]
         if not same:
             return None
         found = same[-1]
         if len(self._addresses) > 1:
-            if len(same) + len(self._in_use) < min(len(self._addresses), self._options.connections_per_target):
+            used = {one.address for one in (*same, *self._in_use)}
+            has_room = len(self._in_use) + 1 < self._options.connections_per_target
+            if has_room and any(one not in used for one in self._ways(now_ns)):
                 return None
             found = same[0]
         self._idle.remove(found)
         return found
 
+    def _ways(self, now_ns: int) -> list[str]:
+        """The addresses that did not fail lately."""
+        return [one for one in self._addresses if self._rests.get(one, _NO_REST)[0] <= now_ns]
+
     def _next_way(self, now_ns: int) -> str:
-        """The address for a new connection: those that did not fail lately in turn, all of them when all did."""
-        ways = [one for one in self._addresses if self._rests.get(one, 0) <= now_ns] or list(self._addresses)
-        used = [one.address for one in (*self._idle, *self._in_use)]
+        """The address for a new connection: those that did not fail lately in turn, else the one that did first."""
+        ways = self._ways(now_ns)
+        if not ways:
+            return min(self._addresses, key=lambda one: self._rests[one])
+        used = self.used_addresses()
         self._next_address += 1
         start = self._next_address % len(ways)
         return min((*ways[start:], *ways[:start]), key=used.count)
@@ -184,27 +193,40 @@ class TargetLink:
             )
 
     def leave_address(self, address: str, now_ns: int) -> bool:
-        """A connection by this address has failed: it is left alone for a while, if there is another one to go by.
+        """A connection by this address has failed: it is left alone for a while, if there is another one to go by, and
+        longer each time, since to try it may cost a call BREAKER_PROBE_NS.
 
         Returns:
             False when there is none: it is the target that has failed.
         """
         if len(self._addresses) < 2:
             return False
-        self._rests[address] = now_ns + ADDRESS_REST_NS
+        length_ns = min(2 * self._rests.get(address, _NO_REST)[1] or ADDRESS_REST_NS, ADDRESS_REST_NS_MAX)
+        self._rests[address] = (now_ns + length_ns, length_ns)
         for one in [one for one in self._idle if one.address == address]:
             self._idle.remove(one)
             one.close()
-        return any(self._rests.get(one, 0) <= now_ns for one in self._addresses)
+        return bool(self._ways(now_ns))
+
+    def has_another_way(self, address: str, now_ns: int) -> bool:
+        """Whether it can be reached without that address, as far as is known."""
+        return any(one != address for one in self._ways(now_ns))
+
+    def used_addresses(self) -> list[str]:
+        """Address of each connection."""
+        return [one.address for one in (*self._idle, *self._in_use)]
 
     def rests(self, address: str) -> bool:
         """Whether the last connection by that address failed."""
         return address in self._rests
 
     def take_idle(self, flow: FlowClass, now_ns: int) -> Connection | None:
-        """An open connection of that class for a read the straight way; None when `take` has something to decide."""
+        """An open connection of that class for a read the straight way; None when `take` has something to decide, as
+        it has with several addresses: which is the next one, and when to try another."""
         idle = self._idle
         if not idle or self._is_drop_due or len(self._in_use) >= self._options.connections_per_target:
+            return None
+        if len(self._addresses) > 1:
             return None
         found = self._last_idle(flow)
         if found is None or not found.is_idle or not found.ends_with_data:
@@ -223,6 +245,7 @@ class TargetLink:
             or self._is_drop_due
             or self.breaker.state is not BreakerState.CLOSED
             or len(self._in_use) >= self._options.connections_per_target
+            or len(self._addresses) > 1
         ):
             return None
         found = idle[-1]

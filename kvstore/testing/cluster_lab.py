@@ -97,6 +97,7 @@ class LabOptions:
     Attributes:
         capacity: Of each drive.
         staging: Memory for transfers of each node; it is most of what a node takes.
+        rails: Network cards of each node, all of them its one worker's; more than one `in_namespaces` only.
         lease_ttl: How long the cluster waits for a silent node.
         arguments: More of `kvstore serve`, for every node.
     """
@@ -105,6 +106,7 @@ class LabOptions:
     cache: str = "0"
     staging: str = "16MiB"
     lease_ttl: str = "2s"
+    rails: int = 1
     drain_timeout: str = "20s"
     arguments: tuple[str, ...] = ()
 
@@ -360,7 +362,7 @@ class ClusterLab:
             assert not former.is_running, f"node {at} still runs"
             node.place, node.ready = former.place, former.ready
         elif self.net is not None:
-            node.place = self.net.add(name)
+            node.place = self.net.add(name, rails=self._options.rails)
         self.nodes[name] = node
         self._spawn(node)
 
@@ -395,7 +397,9 @@ class ClusterLab:
             ports = (0, 0, 0)
         grpc, data, metrics = map(str, ports)
         flags = ("--grpc-port", grpc, "--data-port", data, "--metrics-port", metrics)
-        return flags if node.place is None else (*flags, "--host", node.place.address, "--insecure", "")
+        if node.place is None:
+            return flags
+        return (*flags, "--host", ",".join(node.place.addresses), "--workers", "1", "--insecure", "")
 
     def _signal(self, node: LabNode, number: signal.Signals) -> None:
         assert node.process is not None, f"node {node.name} does not run"
@@ -414,12 +418,12 @@ class ClusterLab:
         return place
 
     def _addresses_of(self, names: Iterable[str]) -> list[str]:
-        return [self._address_of(name) for name in names]
+        return [address for name in names for address in self._addresses_at(name)]
 
-    def _address_of(self, name: str) -> str:
+    def _addresses_at(self, name: str) -> tuple[str, ...]:
         if name == "clients":
             return self._net().outside
-        return self._etcd_place.address if name == _ETCD else self._place(name).address
+        return self._etcd_place.addresses if name == _ETCD else self._place(name).addresses
 
     def _former_boot(self, name: str) -> str:
         node = self.nodes.get(name)
