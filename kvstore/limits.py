@@ -215,6 +215,7 @@ PULL_BURST_BYTES: Final = 8 * MiB  # of the byte budget
 PULL_BYTES_SECOND_DEFAULT: Final = 64 * MiB
 REPAIR_WINDOW_NS: Final = 25 * 3600 * SECOND_NS  # for which deletes are remembered: a while longer than DOWN_KEEP_NS
 GRAVES_MAX: Final = 65_536  # deletes remembered on a drive
+NEWS_STEP_GRAVES: Final = 1_024  # looked at in one turn, for whoever has come back: 2 us each
 TELL_RETRY_NS: Final = 1 * SECOND_NS  # before a worker that did not answer is told again what was deleted
 TELL_TRIES_MAX: Final = 30
 HANDOVER_POLL_NS: Final = 100 * MS_NS  # how often a draining worker is asked whether it has handed on all
@@ -378,6 +379,7 @@ assert PARCEL_BYTES_FIRST <= PARCEL_BYTES_MAX
 assert INTEGRATION_STAGING_BYTES >= PAYLOAD_BYTES_MAX, "an integration stages at least one chunk"
 assert PAYLOAD_BYTES_MAX <= SEGMENT_BYTES_MAX
 assert PULL_BATCH_RECORDS <= HEADS_ITEMS_MAX
+assert NEWS_STEP_GRAVES <= FORGET_KEYS_MAX
 assert PULL_STALL_NS > PULL_GET_NS > PEER_CALL_NS
 assert LOG_SHARE_COMMITS + LOG_SHARE_MANIFESTS + LOG_SHARE_GRAVES + LOG_SHARE_TOMBSTONES + LOG_SHARE_BATCH <= 1
 assert REPAIR_WINDOW_NS >= DOWN_KEEP_NS, "who comes back hears of every delete, unless it has left the view"

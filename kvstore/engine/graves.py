@@ -9,7 +9,7 @@ a restart begins its time anew: kept longer, never shorter.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,17 +25,22 @@ class Grave:
 
     Attributes:
         namespace: id on this drive.
+        tenant: whose namespace that is.
         tick: when it was; see `Graves`.
         record: its tombstone, as logged.
     """
 
     namespace: int
+    tenant: str
     tick: int
     record: bytes
 
 
 class Graves:
     """The deletes of one drive that are remembered, by index key. Times are access ticks.
+
+    Where there are too many the oldest goes of whoever has more than an even part of the room: a tenant that deletes
+    what it never had takes none of the others'.
 
     Attributes:
         enabled: deletes are remembered; off for a node on its own, which has nobody to tell.
@@ -44,7 +49,8 @@ class Graves:
 
     def __init__(self, *, log_half_bytes: int) -> None:
         self._count_max = min(GRAVES_MAX, int(log_half_bytes * LOG_SHARE_GRAVES) // TOMBSTONE_BYTES)
-        self._graves: OrderedDict[bytes, Grave] = OrderedDict()
+        self._graves: dict[bytes, Grave] = {}
+        self._order: dict[str, OrderedDict[bytes, Grave]] = {}  # of each tenant with any, the oldest first
         self.enabled = False
         self.lost = 0
 
@@ -54,14 +60,30 @@ class Graves:
     def __contains__(self, key16: bytes) -> bool:
         return key16 in self._graves
 
-    def dig(self, key16: bytes, namespace: int, tick: int, record: bytes) -> None:
+    def dig(self, key16: bytes, namespace: int, tick: int, record: bytes, *, tenant: str) -> None:
         """A record was deleted. Of a key that was deleted before the newer delete counts."""
-        self._graves.pop(key16, None)
-        self._graves[key16] = Grave(namespace, tick, record)
-        self.expire(tick)
+        self._remove(key16)
+        grave = self._graves[key16] = Grave(namespace, tenant, tick, record)
+        mine = self._order.setdefault(tenant, OrderedDict())
+        mine[key16] = grave
+        self._expire(tenant, tick)
         while len(self._graves) > self._count_max:
-            self._graves.popitem(last=False)
+            self._remove(next(iter(self._order[self._most_of(tenant)])))
             self.lost += 1
+
+    def _most_of(self, tenant: str) -> str:
+        """Who gives up one: the tenant itself, unless others are above their part and it is not."""
+        if len(self._order[tenant]) * len(self._order) > self._count_max:
+            return tenant
+        return max(self._order, key=lambda other: len(self._order[other]))
+
+    def _remove(self, key16: bytes) -> None:
+        grave = self._graves.pop(key16, None)
+        if grave is not None:
+            mine = self._order[grave.tenant]
+            del mine[key16]
+            if not mine:
+                del self._order[grave.tenant]
 
     def date(self, key16: bytes, tick: int) -> None:
         """The delete was longer ago than when it was heard of."""
@@ -71,17 +93,26 @@ class Graves:
 
     def expire(self, tick: int) -> None:
         """Forget what is older than the window."""
-        while self._graves:
-            oldest = next(iter(self._graves))
-            if self._graves[oldest].tick + _WINDOW_TICKS > tick:
-                return
-            del self._graves[oldest]
+        for tenant in list(self._order):
+            self._expire(tenant, tick)
 
-    def by_namespace(self, tick: int) -> dict[int, list[tuple[bytes, int]]]:
-        """By id of the namespace the index keys of its graves, and how long ago each was dug, in ns."""
-        found: dict[int, list[tuple[bytes, int]]] = {}
-        for key16, grave in self._graves.items():
+    def _expire(self, tenant: str, tick: int) -> None:
+        while mine := self._order.get(tenant):
+            key16, grave = next(iter(mine.items()))
             if grave.tick + _WINDOW_TICKS > tick:
+                return
+            self._remove(key16)
+
+    def keys(self) -> list[bytes]:
+        """All index keys, for a walk in steps: a grave may be gone when its turn comes."""
+        return list(self._graves)
+
+    def of(self, key16s: Iterable[bytes], tick: int) -> dict[int, list[tuple[bytes, int]]]:
+        """By id of the namespace which of these keys have graves, and how long ago each was dug, in ns."""
+        found: dict[int, list[tuple[bytes, int]]] = {}
+        for key16 in key16s:
+            grave = self._graves.get(key16)
+            if grave is not None and grave.tick + _WINDOW_TICKS > tick:
                 found.setdefault(grave.namespace, []).append((key16, max(tick - grave.tick, 0) * ACCESS_TICK_NS))
         return found
 

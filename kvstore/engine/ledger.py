@@ -285,7 +285,7 @@ class Ledger:
                     self._tombstones.setdefault(holder, []).append(record)
                     self.tombstone_bytes += len(record)
             if is_remembered:
-                self.graves.dig(key.tobytes(), ref.id, self.tick, record)
+                self.graves.dig(key.tobytes(), ref.id, self.tick, record, tenant=ref.tenant)
             records.append(record)
         for record in records:
             self.log.append(record, on_done, sync=True)

@@ -241,7 +241,9 @@ class Store:
         for tombstone in scan.tombstones:
             if tombstone.namespace:
                 record = encode_tombstone(tombstone)
-                self.ledger.graves.dig(tombstone.key, tombstone.namespace, last_tick, record)
+                ref = self.namespaces.by_id(tombstone.namespace)
+                tenant = ref.tenant if ref is not None else ""
+                self.ledger.graves.dig(tombstone.key, tombstone.namespace, last_tick, record, tenant=tenant)
         for segment, record in valid.needed:
             self.ledger.keep_tombstone(segment, record)
         self._reopen(found, scan)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.engine import DriveEngine
-from kvstore.engine.namespaces import SALT_BYTES, index_key
-from kvstore.limits import ACCESS_TICK_NS, DIGEST_BYTES, REPAIR_WINDOW_NS
+from kvstore.engine.namespaces import SALT_BYTES, NamespaceTable, index_key
+from kvstore.limits import ACCESS_TICK_NS, DIGEST_BYTES, NEWS_STEP_GRAVES, REPAIR_WINDOW_NS
 
 _REST: Final = bytes(DIGEST_BYTES - SALT_BYTES)
 
@@ -30,26 +30,33 @@ class News:
     ages_ns: Sequence[int]
 
 
-def news_of(engine: DriveEngine) -> list[News]:
-    """What somebody who was away should hear: namespaces that were dropped ever, and deletes."""
-    ledger = engine.store.ledger
-    graves = ledger.graves.by_namespace(ledger.tick)
-    news = []
-    for known in list(engine.store.namespaces):
-        ref = known.ref
-        found = graves.get(ref.id, [])
-        if ref.generation == 1 and not found:
-            continue
-        news.append(
-            News(
-                digest=ref.digest,
-                manifest=known.manifest,
-                generation=ref.generation,
-                prefixes=[index_key(ref, key16 + _REST) for key16, _ in found],
-                ages_ns=[age_ns for _, age_ns in found],
-            )
-        )
-    return news
+def news_of(engine: DriveEngine) -> Iterator[News]:
+    """What somebody who was away should hear: namespaces that were dropped ever, then deletes.
+
+    Each step looks at NEWS_STEP_GRAVES deletes, and may be taken in another turn of the loop. What is deleted or
+    dropped meanwhile is not told: whoever listens has come back, and hears it from clients.
+    """
+    ledger, namespaces = engine.store.ledger, engine.store.namespaces
+    for id in [known.ref.id for known in namespaces if known.ref.generation > 1]:
+        yield from _news(namespaces, id, ())
+    keys = ledger.graves.keys()
+    for at in range(0, len(keys), NEWS_STEP_GRAVES):
+        for id, found in ledger.graves.of(keys[at : at + NEWS_STEP_GRAVES], ledger.tick).items():
+            yield from _news(namespaces, id, found)
+
+
+def _news(namespaces: NamespaceTable, id: int, graves: Sequence[tuple[bytes, int]]) -> Iterator[News]:
+    ref = namespaces.by_id(id)
+    manifest = namespaces.manifest(ref.digest) if ref is not None else None
+    if ref is None or manifest is None:
+        return
+    yield News(
+        digest=ref.digest,
+        manifest=manifest,
+        generation=ref.generation,
+        prefixes=[index_key(ref, key16 + _REST) for key16, _ in graves],
+        ages_ns=[age_ns for _, age_ns in graves],
+    )
 
 
 def was_deleted(engine: DriveEngine, digest: bytes, key: bytes) -> bool:

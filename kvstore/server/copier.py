@@ -14,7 +14,14 @@ from kvstore.engine.engine import DriveEngine
 from kvstore.engine.heads import Head
 from kvstore.engine.told import delete_by_prefix, raise_generation, was_deleted
 from kvstore.errors import DeadlineExceeded, KVStoreError
-from kvstore.limits import DIGEST_BYTES, PULL_BURST_BYTES, PULL_CLOSED_NS, PULL_SOURCES_MAX, PULL_STALL_NS, SECOND_NS
+from kvstore.limits import (
+    DIGEST_BYTES,
+    PULL_BURST_BYTES,
+    PULL_CLOSED_NS,
+    PULL_SOURCES_MAX,
+    PULL_STALL_NS,
+    SECOND_NS,
+)
 from kvstore.server.loop import Loop
 from kvstore.server.peer import Greeting, PeerCall
 from kvstore.server.peers import Peers
@@ -264,9 +271,8 @@ class Copier:
             return [RefusedReason.INVALID] * count
         statuses = engine.match(namespace, keys, now_ns=now_ns, touch=False).statuses
         lacking = [at for at, status in enumerate(statuses) if status]
-        taken = self.queue.offer(
-            namespace.digest, [keys[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES] for at in lacking], source
-        )
+        wanted = [keys[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES] for at in lacking]
+        taken = self.queue.offer(namespace.digest, wanted, source, tenant=namespace.tenant)
         answers = [0] * count
         for at, is_taken in zip(lacking, taken, strict=True):
             answers[at] = 0 if is_taken else RefusedReason.OVERLOADED
@@ -284,7 +290,7 @@ class Copier:
         def answered(found: list[Head | MissReason]) -> None:
             answers.append(found)
             if len(answers) == len(known):
-                best = [min(of_one, key=_is_missing) for of_one in zip(*answers, strict=True)]
+                best = [min(of_one, key=_worth) for of_one in zip(*answers, strict=True)]
                 on_done(HeadsFound(heads=best, generation=generation, manifest=manifest or b"", copies=copies))
 
         for engine, ref in known:
@@ -349,5 +355,6 @@ def _has_stalled(fetch: Fetch, now_ns: int) -> bool:
     return not fetch.waits and now_ns - fetch.progress_ns > PULL_STALL_NS
 
 
-def _is_missing(one: Head | MissReason) -> bool:
-    return not isinstance(one, Head)
+def _worth(one: Head | MissReason) -> int:
+    """Which drive's answer counts, the lowest: one that cannot give a record now does not say that it is gone."""
+    return 0 if isinstance(one, Head) else 2 if one is MissReason.ABSENT else 1

@@ -6,10 +6,10 @@ that fails is left alone for a while with all that it was named for; a byte budg
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvstore.cluster.view import TargetId
 from kvstore.limits import (
@@ -67,11 +67,16 @@ class ByteBudget:
         self._left = min(self._left + gone_ns * self.bytes_second, self.burst_bytes * SECOND_NS)
 
 
+_Wanted: TypeAlias = tuple[bytes, bytes, int]
+"""Namespace, key, and how often it was asked for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Records of one namespace that one source is asked for together; `tries` for each, how often it was asked."""
 
     source: TargetId
+    tenant: str
     namespace: bytes
     keys: tuple[bytes, ...]
     tries: tuple[int, ...]
@@ -79,41 +84,62 @@ class Batch:
 
 @dataclass(slots=True)
 class _Source:
-    """What one target was named for, and how it has answered."""
+    """What one target was named for, and how it has answered.
 
-    waiting: deque[tuple[bytes, bytes, int]] = field(default_factory=deque)
+    Attributes:
+        waiting: (namespace, key, tries) of each tenant that has any, whose turn it is first.
+    """
+
+    waiting: OrderedDict[str, deque[_Wanted]] = field(default_factory=OrderedDict)
     failures: int = 0
     again_ns: int = 0
 
+    def of(self, tenant: str) -> deque[_Wanted]:
+        """What waits for a tenant."""
+        return self.waiting.setdefault(tenant, deque())
+
 
 class PullQueue:
-    """Records that are to be fetched, each once, whoever names it."""
+    """Records that are to be fetched, each once, whoever names it.
+
+    A tenant has at most as many as there is room left: alone half the queue, and whoever comes later finds room too.
+    The tenants of a source take turns.
+    """
 
     def __init__(self, *, records_max: int = PULL_QUEUE_RECORDS_MAX) -> None:
         self._records_max = records_max
         self._sources: dict[TargetId, _Source] = {}
-        self._known: set[tuple[bytes, bytes]] = set()
+        self._known: dict[tuple[bytes, bytes], str] = {}
+        self._counts: dict[str, int] = {}
 
     def __len__(self) -> int:
         """Records that wait or are under way."""
         return len(self._known)
 
-    def offer(self, namespace: bytes, keys: Sequence[bytes], source: TargetId) -> list[bool]:
+    def offer(self, namespace: bytes, keys: Sequence[bytes], source: TargetId, *, tenant: str) -> list[bool]:
         """Take what there is room for, in this order; says for each whether it is in the queue now."""
         held = self._sources.get(source)
         taken = []
         for key in keys:
             name = namespace, key
             if name not in self._known:
-                if len(self._known) >= self._records_max:
+                if self._counts.get(tenant, 0) >= self._records_max - len(self._known):
                     taken.append(False)
                     continue
                 if held is None:
                     held = self._sources[source] = _Source()
-                self._known.add(name)
-                held.waiting.append((namespace, key, 0))
+                self._known[name] = tenant
+                self._counts[tenant] = self._counts.get(tenant, 0) + 1
+                held.of(tenant).append((namespace, key, 0))
             taken.append(True)
         return taken
+
+    def _forget(self, namespace: bytes, key: bytes) -> None:
+        tenant = self._known.pop((namespace, key), None)
+        if tenant is not None:
+            self._counts[tenant] -= 1
+            if not self._counts[tenant]:
+                del self._counts[tenant]
 
     def next_batch(self, now_ns: int, *, busy: Collection[TargetId] = ()) -> Batch | None:
         """What to ask for next: of the source that has waited longest for its turn, and is neither busy nor failing."""
@@ -121,15 +147,18 @@ class PullQueue:
             held = self._sources[source]
             if source in busy or held.again_ns > now_ns or not held.waiting:
                 continue
-            namespace = held.waiting[0][0]
+            tenant, waiting = held.waiting.popitem(last=False)
+            namespace = waiting[0][0]
             keys: list[bytes] = []
             tries: list[int] = []
-            while held.waiting and held.waiting[0][0] == namespace and len(keys) < PULL_BATCH_RECORDS:
-                _, key, count = held.waiting.popleft()
+            while waiting and waiting[0][0] == namespace and len(keys) < PULL_BATCH_RECORDS:
+                _, key, count = waiting.popleft()
                 keys.append(key)
                 tries.append(count)
+            if waiting:
+                held.waiting[tenant] = waiting  # behind the other tenants
             self._sources[source] = self._sources.pop(source)  # to the end of the order
-            return Batch(source=source, namespace=namespace, keys=tuple(keys), tries=tuple(tries))
+            return Batch(source=source, tenant=tenant, namespace=namespace, keys=tuple(keys), tries=tuple(tries))
         return None
 
     def next_ns(self, now_ns: int, *, busy: Collection[TargetId] = ()) -> int | None:
@@ -147,10 +176,10 @@ class PullQueue:
         lost = 0
         for key, tries in zip(batch.keys, batch.tries, strict=True):
             if key in again and tries + 1 < _TRIES_MAX:
-                held.waiting.append((batch.namespace, key, tries + 1))
+                held.of(batch.tenant).append((batch.namespace, key, tries + 1))
             else:
                 lost += key in again
-                self._known.discard((batch.namespace, key))
+                self._forget(batch.namespace, key)
         self._forget_idle(batch.source)
         return lost
 
@@ -158,7 +187,7 @@ class PullQueue:
         """The source did not answer or lied: it is asked again later, or no more. Answers how many are given up."""
         held = self._sources[batch.source]
         held.failures += 1
-        held.waiting.extendleft(
+        held.of(batch.tenant).extendleft(
             (batch.namespace, key, tries) for key, tries in reversed(list(zip(batch.keys, batch.tries, strict=True)))
         )
         held.again_ns = now_ns + min(PULL_BACKOFF_NS_MIN << (held.failures - 1), PULL_BACKOFF_NS_MAX)
@@ -172,11 +201,12 @@ class PullQueue:
         held = self._sources.get(source)
         if held is None:
             return 0
-        count = len(held.waiting)
-        self._known.difference_update((namespace, key) for namespace, key, _ in held.waiting)
+        wanted = [one for waiting in held.waiting.values() for one in waiting]
+        for namespace, key, _ in wanted:
+            self._forget(namespace, key)
         held.waiting.clear()
         self._forget_idle(source)
-        return count
+        return len(wanted)
 
     def _forget_idle(self, source: TargetId) -> None:
         held = self._sources[source]

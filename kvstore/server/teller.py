@@ -10,9 +10,9 @@ from typing import Final, Protocol
 
 from kvstore.cluster.view import READ_STATES, Target, TargetId, View
 from kvstore.engine.engine import DriveEngine
-from kvstore.engine.told import News, news_of
-from kvstore.errors import KVStoreError
-from kvstore.limits import FORGET_KEYS_MAX, TELL_RETRY_NS, TELL_TRIES_MAX
+from kvstore.engine.told import news_of
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.limits import TELL_RETRY_NS, TELL_TRIES_MAX
 from kvstore.server.errand import Errand
 from kvstore.server.peer import PeerCall
 from kvstore.wire.messages import End
@@ -79,10 +79,19 @@ class Teller:
         due = [one for one in self._listeners if one.due_ns <= now_ns]
         if not due:
             return
-        forgets = [forget for drive in self._drives for news in news_of(drive) for forget in _said(news)]
         for one in due:
-            one.left = iter(forgets)
+            one.left = self._forgets()  # made as they are told: all at once would hold up the loop
             self._next(one)
+
+    def _forgets(self) -> Iterator[Forget]:
+        for drive in self._drives:
+            for news in news_of(drive):
+                yield Forget(
+                    manifest=news.manifest,
+                    generation=news.generation,
+                    keys=b"".join(news.prefixes),
+                    ages_ns=struct.pack(f"<{len(news.ages_ns)}Q", *news.ages_ns),
+                )
 
     def _next(self, one: _Listener) -> None:
         one.due_ns = _NEVER_NS  # until it has answered
@@ -102,6 +111,11 @@ class Teller:
     def _failed(self, one: _Listener, error: KVStoreError) -> None:
         if one not in self._listeners:
             return
+        if isinstance(error, InvalidRequest):
+            # of this namespace alone: what is to be told of the others must not fail with it
+            log.warning("target %s refuses what it is told of a namespace: %s", one.target.id, error)
+            self._next(one)
+            return
         one.tries += 1
         if one.tries >= TELL_TRIES_MAX:
             log.warning("target %s did not hear what was deleted while it was away: %s", one.target.id, error)
@@ -114,16 +128,3 @@ class Teller:
 def _is_there(target: Target, view: View) -> bool:
     now = view.target(target.id)
     return now is not None and now.state in READ_STATES and (now.boot_id, now.data) == (target.boot_id, target.data)
-
-
-def _said(news: News) -> Iterator[Forget]:
-    """What is to be told of a namespace, as messages."""
-    count = len(news.prefixes)
-    for at in range(0, max(count, 1), FORGET_KEYS_MAX):
-        ages_ns = news.ages_ns[at : at + FORGET_KEYS_MAX]
-        yield Forget(
-            manifest=news.manifest,
-            generation=news.generation,
-            keys=b"".join(news.prefixes[at : at + FORGET_KEYS_MAX]),
-            ages_ns=struct.pack(f"<{len(ages_ns)}Q", *ages_ns),
-        )

@@ -5,24 +5,30 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from kvstore.cluster.view import Target, TargetState, View
+from kvstore.engine.api import NamespaceRef
 from kvstore.engine.engine import DriveEngine, EngineSettings
-from kvstore.errors import InvalidRequest
-from kvstore.limits import SECOND_NS, MiB
+from kvstore.engine.told import news_of
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.limits import NEWS_STEP_GRAVES, SECOND_NS, MiB
 from kvstore.server.batch import pack_u32, unpack_u32
-from kvstore.server.copier import Copier
+from kvstore.server.copier import Copier, HeadsFound
+from kvstore.server.teller import Teller
 from kvstore.testing.plane_lab import LabClient, PlaneLab
 from kvstore.types.checksum import crc_table
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import ItemStatus, MissReason, RefusedReason
-from kvstore.wire.messages import Drop, End, Match, MatchReply
+from kvstore.wire.frames import Frame
+from kvstore.wire.header import FrameType, Header
+from kvstore.wire.messages import Delete, Drop, End, Match, MatchReply
 from kvstore.wire.replicas import Forget, Heads, HeadsReply, Pull
 
 SPACE = Namespace(tenant="t", model="m", weights="w", layout=KVLayout.opaque(chunk_bytes=2 * MiB, chunk_tokens=16))
@@ -220,6 +226,93 @@ def test_whatever_generation_is_told_a_namespace_can_be_dropped_and_written_agai
     client.call(Drop(namespace=SPACE.digest), End)
     assert client.put(SPACE.digest, KEYS[:1], VALUES[:1])[0][0] == ItemStatus.STORED
     assert client.get(SPACE.digest, KEYS[:1])[1][0] == VALUES[0]
+
+
+def test_a_record_that_one_drive_cannot_give_now_is_not_gone_since_another_drive_never_had_it(node: Node) -> None:
+    class Silent:
+        """A drive that knows the namespace and whose answer a test gives."""
+
+        def __init__(self, answer: MissReason) -> None:
+            self.engine = cast(Any, self)
+            self.id = "silent"
+            self.store = self
+            self.heads = self
+            self.namespaces = node.engine.store.namespaces
+            self._answer = answer
+
+        def namespace(self, digest: bytes) -> NamespaceRef | None:
+            return node.engine.namespace(digest)
+
+        def read(self, ref: NamespaceRef, keys: Sequence[bytes], on_done: Callable[[list[Any]], None]) -> None:
+            on_done([self._answer] * len(keys))
+
+    node.client().register(SPACE.manifest())
+    found: list[HeadsFound] = []
+    own = OneDrive("here", node.engine)
+    copier = node.copier
+    for drives in ([own, Silent(MissReason.IO)], [Silent(MissReason.IO), own]):
+        copier._drives = cast(Any, drives)
+        copier.heads(SPACE.digest, KEYS[:1], found.append)
+        node.lab.turn_until(lambda: bool(found))
+        assert found.pop().heads == [MissReason.IO]
+    copier._drives = [own]
+
+
+class Listening:
+    """A `TellingHost` whose targets answer as a test says."""
+
+    now_ns = 0
+
+    def __init__(self, *failures: KVStoreError | None) -> None:
+        self.failures = list(failures)
+        self.told: list[Forget] = []
+
+    def ask(self, target: Target, call: Any) -> None:
+        self.told.append(call.message)
+        failure = self.failures.pop(0) if self.failures else None
+        if failure is not None:
+            call.failed(failure)
+        else:
+            body = End().encode()
+            header = Header(
+                type=FrameType.END, request_id=1, body_bytes=len(body), payload_bytes=0, epoch=0, flags=0, crc=0
+            )
+            call.arrived(Frame(header, body, []))
+
+    def wake(self) -> None:
+        pass
+
+
+def test_what_is_refused_of_one_namespace_keeps_nobody_from_hearing_of_the_others(node: Node) -> None:
+    client = node.client()
+    spaces = [replace(SPACE, model=name) for name in ("one", "two", "three")]
+    for space in spaces:
+        client.register(space.manifest())
+        client.call(Delete(namespace=space.digest, keys=KEYS[0]), End)
+    host = Listening(InvalidRequest("the drive knows 65536 namespaces"))
+    teller = Teller(host, [node.engine])
+    there = view_of("here", "there")
+    teller.tell([there.targets[1]], there)
+    teller.poll(0)
+    assert [one.manifest for one in host.told] == [space.manifest() for space in spaces]
+    assert not teller.untold
+
+
+def test_who_comes_back_is_told_in_steps(node: Node) -> None:
+    client = node.client()
+    client.register(SPACE.manifest())
+    keys = [at.to_bytes(4, "little") * 8 for at in range(1, NEWS_STEP_GRAVES + 300)]
+    client.call(Delete(namespace=SPACE.digest, keys=b"".join(keys)), End)
+    graves = node.engine.store.ledger.graves
+    count = min(len(graves), len(keys))
+    steps = news_of(node.engine)
+    first = next(steps)
+    assert len(first.prefixes) == min(count, NEWS_STEP_GRAVES)
+    client.call(Delete(namespace=SPACE.digest, keys=b"a" * 32), End)
+    left = [prefix for news in steps for prefix in news.prefixes]
+    told = {*first.prefixes, *left}
+    assert len(told) == len(first.prefixes) + len(left)
+    assert told <= {key[:16] for key in keys}, "what goes meanwhile is not told, and nothing twice"
 
 
 def test_a_namespace_that_is_told_of_is_known_from_then_on(node: Node) -> None:

@@ -224,7 +224,7 @@ def test_a_batch_that_stands_still_takes_its_connection_with_it(lab: CopyLab, mo
 
 def test_a_full_queue_refuses(lab: CopyLab) -> None:
     _, b = lab.nodes
-    b.copier.queue._records_max = 3
+    b.copier.queue._records_max = 6
     b.copier._budget.bytes_second = 0
     assert pull(b, KEYS[:5], "a") == bytes([0, 0, 0, RefusedReason.OVERLOADED, RefusedReason.OVERLOADED])
 
@@ -276,7 +276,7 @@ def test_where_there_are_tenants_only_who_shows_the_peer_token_is_given_copies(t
     a.engine.open_put(spec, store_x)
     lab.turn_until(lambda: a.held(KEYS[:1], namespace=theirs) == [True])
     b.engine.add_namespace(theirs.manifest())
-    b.copier.queue.offer(theirs.digest, KEYS[:1], "a")
+    b.copier.queue.offer(theirs.digest, KEYS[:1], "a", tenant="theirs")
     b.copier.wake()
     skip_pauses(lab, b)
     assert b.held(KEYS[:1], namespace=theirs) == [shown == PEERS]

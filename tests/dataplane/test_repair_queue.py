@@ -23,28 +23,44 @@ def taken(queue: PullQueue, now_ns: int = 0, *, busy: tuple[str, ...] = ()) -> B
 
 def test_a_record_waits_once_whoever_names_it() -> None:
     queue = PullQueue()
-    assert queue.offer(SPACE, keys(2), "a") == [True, True]
-    assert queue.offer(SPACE, keys(3), "b") == [True, True, True]
+    assert queue.offer(SPACE, keys(2), "a", tenant="t") == [True, True]
+    assert queue.offer(SPACE, keys(3), "b", tenant="t") == [True, True, True]
     assert taken(queue).keys == tuple(keys(2))
     assert taken(queue).keys == tuple(keys(1, 2))
     assert len(queue) == 3, "what is under way is known too"
-    assert queue.offer(SPACE, keys(3), "c") == [True, True, True]
+    assert queue.offer(SPACE, keys(3), "c", tenant="t") == [True, True, True]
     assert queue.next_batch(0) is None
 
 
 def test_a_full_queue_refuses_what_is_new_and_knows_what_it_has() -> None:
-    queue = PullQueue(records_max=2)
-    assert queue.offer(SPACE, keys(3), "a") == [True, True, False]
-    assert queue.offer(SPACE, keys(2), "a") == [True, True]
+    queue = PullQueue(records_max=4)
+    assert queue.offer(SPACE, keys(3), "a", tenant="t") == [True, True, False]
+    assert queue.offer(SPACE, keys(2), "a", tenant="t") == [True, True]
     queue.done(taken(queue))
-    assert queue.offer(SPACE, keys(1, 2), "a") == [True], "an ended batch has made room"
+    assert queue.offer(SPACE, keys(1, 2), "a", tenant="t") == [True], "an ended batch has made room"
+
+
+def test_a_tenant_leaves_room_for_the_others_and_they_take_turns() -> None:
+    queue = PullQueue(records_max=400)
+    greedy = [queue.offer(SPACE, keys(1, at), "a", tenant="greedy")[0] for at in range(400)]
+    assert sum(greedy) == 200, "alone it has half"
+    assert sum(queue.offer(OTHER_SPACE, keys(400), "a", tenant="late")) == 100, "half of what is left"
+    assert queue.offer(OTHER_SPACE, keys(1), "b", tenant="later") == [True], "known already, whoever asks"
+    assert queue.offer(b"u" * 32, keys(1), "b", tenant="later") == [True]
+    turns = [taken(queue, busy=("b",)) for _ in range(4)]
+    assert [batch.tenant for batch in turns] == ["greedy", "late", "greedy", "late"]
+    for batch in turns:
+        queue.done(batch)
+    waiting = len(queue) - 1
+    assert queue.give_up("a") == waiting
+    assert sum(queue.offer(SPACE, keys(400), "a", tenant="greedy")) == 200, "nothing is counted that has gone"
 
 
 def test_sources_take_turns_and_a_batch_has_one_namespace() -> None:
     queue = PullQueue()
-    queue.offer(SPACE, keys(PULL_BATCH_RECORDS + 1), "a")
-    queue.offer(OTHER_SPACE, keys(1), "a")
-    queue.offer(SPACE, keys(1, 1000), "b")
+    queue.offer(SPACE, keys(PULL_BATCH_RECORDS + 1), "a", tenant="t")
+    queue.offer(OTHER_SPACE, keys(1), "a", tenant="t")
+    queue.offer(SPACE, keys(1, 1000), "b", tenant="t")
     batches = [taken(queue) for _ in range(4)]
     assert [batch.source for batch in batches] == ["a", "b", "a", "a"]
     assert [len(batch.keys) for batch in batches] == [PULL_BATCH_RECORDS, 1, 1, 1]
@@ -53,8 +69,8 @@ def test_sources_take_turns_and_a_batch_has_one_namespace() -> None:
 
 def test_a_busy_source_is_passed_over() -> None:
     queue = PullQueue()
-    queue.offer(SPACE, keys(1), "a")
-    queue.offer(SPACE, keys(1, 1), "b")
+    queue.offer(SPACE, keys(1), "a", tenant="t")
+    queue.offer(SPACE, keys(1, 1), "b", tenant="t")
     assert taken(queue, busy=("a",)).source == "b"
     assert queue.next_ns(5, busy=("a",)) is None
     assert queue.next_ns(5) == 5
@@ -62,7 +78,7 @@ def test_a_busy_source_is_passed_over() -> None:
 
 def test_a_failing_source_is_left_alone_longer_each_time_and_then_given_up() -> None:
     queue = PullQueue()
-    queue.offer(SPACE, keys(3), "a")
+    queue.offer(SPACE, keys(3), "a", tenant="t")
     now_ns = 0
     pauses = []
     for failure in range(PULL_FAILURES_MAX):
@@ -78,13 +94,13 @@ def test_a_failing_source_is_left_alone_longer_each_time_and_then_given_up() -> 
         now_ns = again_ns
     assert pauses == [PULL_BACKOFF_NS_MIN << at for at in range(PULL_FAILURES_MAX - 1)]
     assert len(queue) == 0
-    queue.offer(SPACE, keys(1), "a")
+    queue.offer(SPACE, keys(1), "a", tenant="t")
     assert taken(queue, queue.next_ns(now_ns) or 0), "it may be named again"
 
 
 def test_what_a_source_could_not_give_is_asked_for_once_more() -> None:
     queue = PullQueue()
-    queue.offer(SPACE, keys(2), "a")
+    queue.offer(SPACE, keys(2), "a", tenant="t")
     assert queue.done(taken(queue), again=keys(1)) == 0
     again = taken(queue)
     assert again.keys == tuple(keys(1))

@@ -140,8 +140,8 @@ def arrivals(node: CopyNode, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     came: list[bytes] = []
     offer = node.copier.queue.offer
 
-    def noting(namespace: bytes, keys: list[bytes], source: str) -> list[bool]:
-        taken = offer(namespace, keys, source)
+    def noting(namespace: bytes, keys: list[bytes], source: str, *, tenant: str) -> list[bool]:
+        taken = offer(namespace, keys, source, tenant=tenant)
         came.extend(key for key, is_taken in zip(keys, taken, strict=True) if is_taken)
         return taken
 
@@ -212,7 +212,7 @@ def test_what_a_full_queue_refuses_is_told_again_before_what_follows(
 ) -> None:
     a, b = CopyNode(tmp_path, "a"), CopyNode(tmp_path, "b", capacity_bytes=256 * MiB)
     lab = CopyLab(a, b)
-    b.copier.queue._records_max = 40
+    b.copier.queue._records_max = 80
     chain = [at.to_bytes(32, "little") for at in range(1, 201)]
     a.put(chain, [VALUE[:5_000]] * 200)
     came = arrivals(b, monkeypatch)
