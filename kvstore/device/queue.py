@@ -5,6 +5,10 @@ gets a little first and more with each completion: the first bytes are then on t
 read, even where a drive (or the host of a virtual one) tells of all it was given at once. Counts, latency and health
 are kept here, because every operation of the drive passes by.
 
+A short write goes past all that is longer, and past the bound of bytes: it is a commit record, or frees a segment, and
+somebody waits for it. The bound is higher while nobody waits for a read: a drive that is given its next write only when
+one has ended stands still in between.
+
 A scattered read is one object here and as many operations as it has extents: where not all of them have room it is cut,
 and handed back when its last part has come. It takes one turn of its class, as a long read does.
 """
@@ -24,9 +28,11 @@ from kvstore.errors import InvalidRequest, Overloaded
 from kvstore.limits import (
     DRIVE_BYTES_AT_FIRST,
     DRIVE_BYTES_IN_FLIGHT_MAX,
+    DRIVE_WRITE_BYTES_IN_FLIGHT_MAX,
     QUEUE_DEPTH_DEFAULT,
     QUEUE_DEPTH_MAX,
     QUEUED_OPS_MAX,
+    SHORT_WRITE_BYTES,
 )
 from kvstore.telemetry.metrics import DeviceFault, DeviceMetrics
 from kvstore.types.flow import FlowClass
@@ -34,6 +40,7 @@ from kvstore.types.flow import FlowClass
 # Bound once: reading a member of an enum costs as much as ten other attribute reads, and each operation needs it.
 _READ: Final = IoKind.READ
 _WRITE: Final = IoKind.WRITE
+_BACKGROUND: Final = FlowClass.BACKGROUND
 
 FLOWS: Final = tuple(FlowClass)
 
@@ -76,7 +83,8 @@ class DispatchQueue:
     Args:
         device: the drive; the queue does not own it.
         depth: operations on the drive at one time, each extent of a scattered read counted. The bytes of all but the
-            last of them stay below DRIVE_BYTES_IN_FLIGHT_MAX, and below DRIVE_BYTES_AT_FIRST until one has completed.
+            last of them stay below DRIVE_BYTES_IN_FLIGHT_MAX, and below DRIVE_BYTES_AT_FIRST until one has completed;
+            while no read waits, or is waited for, below DRIVE_WRITE_BYTES_IN_FLIGHT_MAX.
         policy: order between classes.
         metrics: where counts go.
         health: judge of the drive's errors.
@@ -105,6 +113,8 @@ class DispatchQueue:
         self.started_by_flow = [0] * len(FLOWS)
         self.in_flight_by_flow = [0] * len(FLOWS)
         self._queues: list[deque[IoOp]] = [deque() for _ in FLOWS]
+        self._short: deque[IoOp] = deque()  # writes that wait for nothing but depth
+        self._reads = 0  # extents that wait, and those on the drive that somebody waits for
         self._parts: set[ScatteredRead] = set()  # on the drive, of scattered reads that were cut
 
     def fileno(self) -> int:
@@ -113,7 +123,10 @@ class DispatchQueue:
 
     def queued_by_flow(self) -> list[int]:
         """Operations that wait, indexed by FlowClass."""
-        return [sum(_extents_left(op) for op in queue) for queue in self._queues]
+        waiting = [sum(_extents_left(op) for op in queue) for queue in self._queues]
+        for op in self._short:
+            waiting[op.flow] += 1
+        return waiting
 
     def submit(self, op: IoOp) -> None:
         """Queue one operation; `start` or `pump` sends it to the drive.
@@ -123,24 +136,41 @@ class DispatchQueue:
         """
         if self.queued >= QUEUED_OPS_MAX:
             raise Overloaded(f"{self.queued} operations wait for the drive, the limit is {QUEUED_OPS_MAX}; retry later")
-        self._queues[op.flow].append(op)
+        kind, flow = op.kind, op.flow
+        if kind is _WRITE and op.length_bytes <= SHORT_WRITE_BYTES:
+            self._short.append(op)
+        else:
+            self._queues[flow].append(op)
+            if kind is _READ:
+                self._reads += op.extent_count
         self.queued += op.extent_count
 
     def start(self, now_ns: int | None = None) -> None:
         """Send waiting operations to the drive as far as the depth allows, in one batch."""
         room = min(self.depth - self.in_flight, self.queued)
-        bytes_room = bytes_left = self._bytes_max - self.in_flight_bytes
-        if room <= 0 or bytes_room <= 0:
+        bytes_max = self._bytes_max if self._reads else DRIVE_WRITE_BYTES_IN_FLIGHT_MAX
+        bytes_room = bytes_left = bytes_max - self.in_flight_bytes
+        short = self._short
+        if room <= 0 or (bytes_room <= 0 and not short):
             return
         if now_ns is None:
             now_ns = time.monotonic_ns()
-        queues = self._queues
-        waiting = [flow for flow in FLOWS if queues[flow]]
-        pick = self.policy.pick if len(waiting) > 1 else None
-        flow = waiting[0]
         batch: list[IoOp] = []
         started, in_flight = self.started_by_flow, self.in_flight_by_flow
         total = 0
+        while short and room:
+            op = short.popleft()
+            op.submitted_ns = now_ns
+            bytes_left -= op.length_bytes
+            started[op.flow] += 1
+            in_flight[op.flow] += 1
+            batch.append(op)
+            room -= 1
+            total += 1
+        queues = self._queues
+        waiting = [flow for flow in FLOWS if queues[flow]]
+        pick = self.policy.pick if len(waiting) > 1 else None
+        flow = waiting[0] if waiting else _BACKGROUND
         while room and bytes_left > 0:
             if pick is not None:
                 flow = pick(queues)
@@ -154,6 +184,8 @@ class DispatchQueue:
             count = op.extent_count
             started[flow] += count
             in_flight[flow] += count
+            if flow is _BACKGROUND and op.kind is _READ:
+                self._reads -= count
             batch.append(op)
             room -= count
             total += count
@@ -217,6 +249,8 @@ class DispatchQueue:
             bytes_done += op.length_bytes
             extents = op.extent_count
             total += extents
+            if op.kind is _READ and op.flow is not _BACKGROUND:
+                self._reads -= extents
             if op.error is not None:
                 failed += 1
                 in_flight[op.flow] -= 1
@@ -278,10 +312,12 @@ class DispatchQueue:
 
     def drain(self) -> list[IoOp]:
         """Take back everything that waits and was never started, for a shutdown; what is in flight goes on."""
-        batch: list[IoOp] = []
+        batch = list(self._short)
+        self._short.clear()
         for queue in self._queues:
             begun = [op for op in queue if _extents_left(op) < op.extent_count]  # goes on as well
             batch.extend(op for op in queue if op not in begun)
+            self._reads -= sum(op.extent_count for op in queue if op.kind is _READ and op not in begun)
             queue.clear()
             queue.extend(begun)
         self.queued = sum(self.queued_by_flow())

@@ -34,7 +34,7 @@ from kvstore.limits import (
     GRANTS_WAITING_MAX,
     PAGE_BYTES,
     PUT_PARCEL_BYTES,
-    PUT_PARCEL_LAST_BYTES,
+    PUT_PARCEL_ENDS_BYTES,
     PUT_PARCEL_RECORDS_MAX,
     WRITER_BYTES_PER_CLIENT_MAX,
     WRITER_TTL_NS,
@@ -507,12 +507,12 @@ _WAITED_FOR = {True: "another put of the same key; its outcome is not known yet"
 
 
 def parcel_sizes(count: int, payload_bytes: int) -> list[int]:
-    """How many records go in each parcel: the last ones are small, since the client waits for them."""
+    """How many records go in each parcel: the first is small, since the drive waits, and so are those at the end."""
     most = max(1, min(PUT_PARCEL_RECORDS_MAX, PUT_PARCEL_BYTES // payload_bytes))
-    least = max(1, PUT_PARCEL_LAST_BYTES // payload_bytes)
-    sizes = []
+    least = max(1, min(most, PUT_PARCEL_ENDS_BYTES // payload_bytes))
+    sizes: list[int] = []
     while count:
-        sizes.append(min(most, max(least, -(-count // 2)), count))
+        sizes.append(min(most if sizes else least, max(least, -(-count // 2)), count))
         count -= sizes[-1]
     return sizes
 

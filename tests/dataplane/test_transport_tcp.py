@@ -12,7 +12,7 @@ from kvstore.limits import FRAME_BODY_BYTES_MAX, SLICE_BYTES_MAX
 from kvstore.server.batch import unpack_u32
 from kvstore.testing.transport_suite import Conditions, Joint, TransportSuite
 from kvstore.transport.base import NodeChannel
-from kvstore.transport.tcp import TcpChannel, address_of, connect_tcp, listen_tcp
+from kvstore.transport.tcp import TcpChannel, address_of, connect_tcp, listen_tcp, tune
 from kvstore.transport.tcp_node import TcpNodeChannel
 from kvstore.wire.frames import Frame, FrameReader
 from kvstore.wire.header import FrameType
@@ -166,6 +166,15 @@ def test_ipv6_addresses_are_bracketed() -> None:
     with socket.socket(socket.AF_INET6) as bound:
         bound.bind(("::1", 0))
         assert address_of(bound) == f"[::1]:{bound.getsockname()[1]}"
+
+
+def test_nothing_is_paced_on_one_host() -> None:
+    ends = loopback_pair()
+    for end in ends:
+        tune(end)
+        chosen = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        assert chosen.rstrip(b"\0") == b"reno"
+        end.close()
 
 
 def test_a_broken_connection_is_unavailable_by_errno_name() -> None:

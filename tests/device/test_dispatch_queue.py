@@ -102,6 +102,64 @@ def test_an_operation_above_the_bound_of_bytes_goes_alone(monkeypatch: pytest.Mo
     device.close()
 
 
+def test_a_short_write_goes_past_long_ones_and_the_bound_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "DRIVE_WRITE_BYTES_IN_FLIGHT_MAX", PAGE)
+    monkeypatch.setattr(dispatch, "SHORT_WRITE_BYTES", PAGE)
+    device = FaultyDevice(MemoryDevice(size_bytes=MIB))
+    queue = DispatchQueue(device, 3)
+    device.hold()
+    for at in range(4):
+        queue.submit(IoOp(IoKind.WRITE, at * 8 * PAGE, [aligned(8 * PAGE)], flow=FlowClass.WRITEBACK, owner=at))
+    queue.start()
+    assert queue.in_flight == 1
+    for at in range(4, 8):
+        queue.submit(IoOp(IoKind.WRITE, at * 8 * PAGE, [aligned(PAGE)], flow=FlowClass.WRITEBACK, owner=at))
+    queue.start()
+    assert (queue.in_flight, queue.in_flight_bytes, queue.queued) == (3, 10 * PAGE, 5)
+    assert queue.queued_by_flow()[FlowClass.WRITEBACK] == 5
+    device.release()
+    ends: list[int] = []
+    while queue.queued or queue.in_flight:
+        ends += [op.owner for op in queue.pump()]
+    assert ends == [0, 4, 5, 6, 7, 1, 2, 3]
+    assert (queue.in_flight_bytes, queue.in_flight_by_flow) == (0, [0] * len(FLOWS))
+    queue.submit(IoOp(IoKind.WRITE, 0, [aligned(PAGE)], owner=8))
+    assert [op.owner for op in queue.drain()] == [8]
+    device.close()
+
+
+@pytest.mark.parametrize("flow", [FlowClass.DECODE_READ, FlowClass.BACKGROUND])
+def test_more_bytes_of_writes_are_on_the_drive_while_no_read_waits(
+    flow: FlowClass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "DRIVE_BYTES_AT_FIRST", PAGE)
+    monkeypatch.setattr(dispatch, "DRIVE_BYTES_IN_FLIGHT_MAX", PAGE)
+    monkeypatch.setattr(dispatch, "DRIVE_WRITE_BYTES_IN_FLIGHT_MAX", 3 * PAGE)
+    monkeypatch.setattr(dispatch, "SHORT_WRITE_BYTES", 0)
+    device = FaultyDevice(MemoryDevice(size_bytes=MIB))
+    queue = DispatchQueue(device, 100)
+    device.hold()
+    for at in range(9):
+        queue.submit(IoOp(IoKind.WRITE, at * PAGE, [aligned(PAGE)], flow=FlowClass.WRITEBACK))
+    queue.start()
+    assert queue.in_flight == 3
+    queue.submit(reads(1, flow)[0])
+    device.release(2)
+    queue.pump()
+    assert (queue.in_flight, queue.queued) == (1, 7), "a read waits"
+    while not queue.in_flight_by_flow[flow]:
+        device.release(1)
+        queue.pump()
+    assert queue.in_flight == 1
+    queue.start()
+    assert queue.in_flight == (1 if flow is FlowClass.DECODE_READ else 3), "nobody waits for one of the background"
+    device.release()
+    while queue.queued or queue.in_flight:
+        queue.pump()
+    assert queue.in_flight_bytes == 0
+    device.close()
+
+
 def test_what_comes_back_together_is_counted_one_by_one(drive: FaultyDevice) -> None:
     queue = DispatchQueue(drive, 100)
     mixed = reads(3) + reads(2, FlowClass.DECODE_READ)

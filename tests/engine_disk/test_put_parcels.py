@@ -17,7 +17,7 @@ from kvstore.engine.put import Put
 from kvstore.engine.put_parcel import GrantedParcel
 from kvstore.engine.writer import parcel_sizes
 from kvstore.errors import ChecksumMismatch
-from kvstore.limits import PAGE_BYTES, PUT_PARCEL_BYTES, PUT_PARCEL_LAST_BYTES, PUT_PARCEL_RECORDS_MAX, KiB, MiB
+from kvstore.limits import PAGE_BYTES, PUT_PARCEL_BYTES, PUT_PARCEL_ENDS_BYTES, PUT_PARCEL_RECORDS_MAX, KiB, MiB
 from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice
 from kvstore.testing.store_rig import StoreRig, parcel_ended
 from kvstore.types.checksum import crc_table
@@ -226,8 +226,8 @@ def test_as_many_as_there_is_memory_for() -> None:
     ref = rig.namespace()
     columns = rig.columns(ref, [key_of(n) for n in range(32)], 1 * MiB)
     parcels = rig.store.writer.open_parcels(columns, 0, 32)
-    assert [parcel.count for parcel in parcels] == [8, 8]
-    assert [parcel.first for parcel in parcels] == [0, 8]
+    assert [parcel.count for parcel in parcels] == [2, 4, 4, 4, 4]
+    assert [parcel.first for parcel in parcels] == [0, 2, 6, 10, 14]
     for parcel in parcels:
         parcel.abort()
     assert rig.arena.used_bytes == 0
@@ -316,14 +316,14 @@ def test_a_full_index_refuses_only_what_it_has_no_room_for() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 4096, 64 * KiB, 1 * MiB, 3 * MiB, 32 * MiB])
-def test_the_last_parcels_are_small(length: int) -> None:
+def test_the_parcels_at_both_ends_are_small(length: int) -> None:
     for count in (1, 2, 3, 7, 32, 100, 1024):
         sizes = parcel_sizes(count, length)
         assert sum(sizes) == count
         assert max(sizes) <= PUT_PARCEL_RECORDS_MAX
-        assert sizes[0] == 1 or sizes[0] * length <= PUT_PARCEL_BYTES
-        assert sizes[-1] * length <= max(length, PUT_PARCEL_LAST_BYTES)
-        assert sizes == sorted(sizes, reverse=True)
+        assert max(sizes) == 1 or max(sizes) * length <= PUT_PARCEL_BYTES
+        assert max(sizes[0], sizes[-1]) * length <= max(length, PUT_PARCEL_ENDS_BYTES)
+        assert sizes[1:] == sorted(sizes[1:], reverse=True)
 
 
 def test_a_long_parcel_is_written_in_several_operations() -> None:
