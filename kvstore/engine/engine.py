@@ -40,7 +40,8 @@ from kvstore.engine.glance import Glance
 from kvstore.engine.hooks import Hooks
 from kvstore.engine.identity import NO_CLUSTER, refuse_foreign_file
 from kvstore.engine.loads import Loader
-from kvstore.engine.location import U64, location_page_counts
+from kvstore.engine.location import location_page_counts
+from kvstore.engine.misses import Misses
 from kvstore.engine.namespaces import index_key, index_keys
 from kvstore.engine.parcels import Parcels
 from kvstore.engine.pins import Pins
@@ -206,6 +207,7 @@ class DriveEngine:
         self._volatile = VolatilePuts(self.cache, self.metrics)
         self._pins = Pins(self.catalog, capacity_bytes=superblock.capacity_bytes)
         self._waits = Waits(self._pending)
+        self._misses = Misses(catalog=self.catalog, pending=self._pending, cache=self.cache)
         self._day = DayMeter(now_ns)
         self._closed = False
         self._clock = TickClock(now_ns=now_ns, last_tick=self.store.recovered.tick_max)
@@ -304,7 +306,7 @@ class DriveEngine:
             self.metrics.pins_refused += not pin_id
         hit_bytes = int(location_page_counts(self.catalog.index.locations[hits]).sum()) * PAGE_BYTES
         return MatchOutcome(
-            statuses=self._statuses(ref, keys, wanted, missing.tolist()),
+            statuses=self._misses.statuses(ref, keys, wanted, missing, now_ns=self.now_ns),
             pin_id=pin_id,
             pinned=bool(pin_id),
             hit_bytes=hit_bytes,
@@ -321,23 +323,6 @@ class DriveEngine:
     def unpin(self, pin_id: int, *, client_id: bytes) -> None:
         """See `api.Engine`."""
         self._pins.unpin(pin_id, client_id=client_id)
-
-    def _statuses(self, ref: NamespaceRef, keys: bytes | memoryview, wanted: U64, missing: Sequence[int]) -> bytes:
-        """One byte per key: 0 for a hit, else why not. `missing` are those that the index has not."""
-        statuses = bytearray(len(wanted))
-        if not missing:
-            return bytes(statuses)
-        reasons = self.catalog.history.reasons(wanted[missing]).tolist()
-        look_closer = bool(self._pending or self.cache.volatile_count)
-        for at, reason in zip(missing, reasons, strict=True):
-            statuses[at] = reason
-            if look_closer:
-                key = bytes(keys[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
-                if index_key(ref, key) in self._pending:
-                    statuses[at] = MissReason.PENDING
-                elif self._volatile_left_ns(ref, key):
-                    statuses[at] = 0
-        return bytes(statuses)
 
     def _volatile_left_ns(self, ref: NamespaceRef, key: bytes) -> int:
         record = self.cache.find(ref.salt, key)
@@ -424,8 +409,8 @@ class DriveEngine:
 
         def done() -> None:
             wanted = index_keys(ref, keys)
-            missing = np.flatnonzero(self.catalog.lookup(wanted) == 0).tolist()
-            on_done(self._statuses(ref, keys, wanted, missing))
+            missing = np.flatnonzero(self.catalog.lookup(wanted) == 0)
+            on_done(self._misses.statuses(ref, keys, wanted, missing, now_ns=self.now_ns))
 
         return self._waits.add([index_key(ref, key) for key in _each(keys)], deadline_ns, done)
 
