@@ -162,6 +162,13 @@ class Reclaimer:
             yield from self._erase(victim)
         self.running = False
 
+    def erase_again(self, segment: int) -> Steps[None]:
+        """Free a victim whose records are gone, and that the drive would not erase."""
+        self.running = True
+        self._table.set_state(segment, SegmentState.EVICTING)
+        yield from self._erase(segment)
+        self.running = False
+
     # --- what stays ---------------------------------------------------------------------------------------------------
     def _worthy(self, entries: Entries, locations: U64, tick: float) -> I64 | None:
         """Positions of the records that are written again, in order; None if pinned ones make it not worth while."""

@@ -30,7 +30,7 @@ class SegmentState(IntEnum):
     EVICTING = 5
     """Its records are being moved or forgotten."""
     BAD = 6
-    """The drive failed where it mattered; not used again until the next start."""
+    """Its records are gone, and the drive would not erase it: not used until that has been done, or the next start."""
 
 
 class OpenSegment:

@@ -215,7 +215,7 @@ class Store:
         )
         self._ahead_pages = min(int(self.table.segment_pages * EVICT_AHEAD_SHARE), EVICT_AHEAD_BYTES // PAGE_BYTES)
         self._next_sweep_ns = 0
-        self._revive_ns = 0
+        self._revive_ns = self._erase_ns = 0
         self.recovered = self._take_over(io, scan, found, bad_manifests, began_ns)
 
     # --- recovery -----------------------------------------------------------------------------------------------------
@@ -318,6 +318,7 @@ class Store:
             self.reclaimer.avoid.clear()
             self.trimmer.forget_barren()
             self._revive_log(now_ns)
+            self._erase_again(now_ns)
         self.allocator.spare_pages = self._spare_pages()
         if not self.reclaimer.running:  # it manages that room while it runs
             self.allocator.keep_spare_room()
@@ -344,6 +345,17 @@ class Store:
         elif now_ns >= self._revive_ns:
             self._revive_ns = 0
             self.log.revive()
+
+    def _erase_again(self, now_ns: int) -> None:
+        """A victim that could not be erased is tried again: while it is there each delete is kept in the log for it."""
+        bad = self.allocator.table.in_state(SegmentState.BAD)
+        if not len(bad) or self.reclaimer.running:
+            return
+        if self._erase_ns == 0:
+            self._erase_ns = now_ns + SPACE_RETRY_NS_MIN
+        elif now_ns >= self._erase_ns:
+            self._erase_ns = 0
+            start(self.reclaimer.erase_again(int(bad[0])))
 
     @property
     def idle(self) -> bool:

@@ -12,7 +12,7 @@ from kvstore.engine.api import NamespaceRef
 from kvstore.engine.location import location_segment
 from kvstore.engine.namespaces import index_keys
 from kvstore.engine.segment import SegmentState
-from kvstore.limits import PAGE_BYTES, KiB, MiB
+from kvstore.limits import PAGE_BYTES, SPACE_RETRY_NS_MIN, KiB, MiB
 from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice
 from kvstore.testing.store_rig import StoreRig
 from kvstore.types.results import Stored
@@ -153,3 +153,32 @@ def test_a_deleted_key_does_not_come_back_from_a_victim_that_could_not_be_erased
     rig.settle()
     rig.put(ref, key_of(99), b"one more")
     assert crashed(rig, gate).get(ref, key) is None
+
+
+def test_a_victim_that_could_not_be_erased_is_erased_later_and_what_was_kept_for_it_goes() -> None:
+    rig, gate, ref = rig_of(20)
+    victim = location_segment(rig.location(ref, key_of(0)))
+    start = rig.store.table.offset(victim)
+    end = start + rig.store.table.segment_bytes
+    gate.inject(Fault(action=FaultAction.ERROR, kind=IoKind.WRITE, start=start, end=end, times=None))
+    job.start(rig.store.reclaimer.evict(victim))
+    rig.settle()
+    assert rig.store.table.state[victim] == SegmentState.BAD
+    gone = [n for n in range(20) if rig.location(ref, key_of(n))][:3]
+    assert not any(rig.delete(ref, [key_of(n) for n in gone]))
+    assert victim in rig.ledger._tombstones, "it may hold older copies"
+    rig.now_ns += 2 * SPACE_RETRY_NS_MIN
+    rig.settle()
+    rig.now_ns += 2 * SPACE_RETRY_NS_MIN
+    rig.settle()
+    assert rig.store.table.state[victim] == SegmentState.BAD, "the drive still refuses"
+    gate.clear()
+    for _ in range(2):
+        rig.now_ns += 2 * SPACE_RETRY_NS_MIN
+        rig.settle()
+    assert rig.store.table.state[victim] == SegmentState.FREE
+    assert victim not in rig.ledger._tombstones
+    rig.store.log.checkpoint()
+    rig.settle()
+    again = crashed(rig, gate)
+    assert all(again.get(ref, key_of(n)) is None for n in gone)
