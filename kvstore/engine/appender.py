@@ -86,6 +86,8 @@ class Appender:
             while waiting:
                 item = self._place_first(waiting)
                 if item is None:
+                    if waiting is self._moves:
+                        self._give_up_moves()
                     break
                 length = item.pages * PAGE_BYTES
                 if group and (
@@ -100,6 +102,13 @@ class Appender:
                 group_count += item.count
             if group:
                 self._submit(group)
+
+    def _give_up_moves(self) -> None:
+        """Room for a victim's records was kept in the open segment: if a failed write closed that, none comes before
+        the victim is free, and that waits for these."""
+        while self._moves:
+            self._moves.popleft().failed(Refused(RefusedReason.NO_SPACE, "the segment with its room failed"))
+        self.needs_room = False
 
     def _place_first(self, waiting: deque[Append]) -> Append | None:
         """Take the first that waits, or the part of it that the open segment has room for; None without room."""
@@ -125,8 +134,8 @@ class Appender:
         count = item.count
         pages = item.pages // count
         place = self.allocator.place(pages, count=count, moving=item.moving)
-        if place is None and not item.moving and self.open_segment():
-            place = self.allocator.place(pages, count=count)
+        if place is None and (not item.moving or self.allocator.open is None) and self.open_segment():
+            place = self.allocator.place(pages, count=count, moving=item.moving)
         if place is None:
             self.needs_room = True
             return 0

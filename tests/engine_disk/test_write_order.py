@@ -182,3 +182,31 @@ def test_a_victim_that_could_not_be_erased_is_erased_later_and_what_was_kept_for
     rig.settle()
     again = crashed(rig, gate)
     assert all(again.get(ref, key_of(n)) is None for n in gone)
+
+
+def test_moves_do_not_wait_for_room_that_was_lost_with_the_open_segment() -> None:
+    """The room of a victim's records is in the open segment; none is free until the victim is."""
+    rig, gate, ref = rig_of(20)
+    number = 100
+    while rig.store.allocator.free_count():
+        rig.put(ref, key_of(number), b"one more")
+        number += 1
+        rig.store.appender.open_segment()
+        rig.settle()
+    victim = location_segment(rig.location(ref, key_of(0)))
+    assert rig.store.table.state[victim] == SegmentState.SEALED
+    rig.catalog.pin(rig.catalog.index.find_many(index_keys(ref, key_of(0))))
+    target = rig.store.allocator.open
+    assert target is not None
+    start = rig.store.table.offset(target.segment)
+    end = start + rig.store.table.segment_bytes
+    gate.inject(Fault(action=FaultAction.ERROR, kind=IoKind.WRITE, start=start, end=end, times=None))
+    job.start(rig.store.reclaimer.evict(victim))
+    for _ in range(200):
+        rig.poll()
+    assert not rig.store.reclaimer.running, "it does not wait for ever"
+    gate.clear()
+    rig.settle()
+    assert rig.store.table.state[victim] != SegmentState.EVICTING
+    assert isinstance(rig.put(ref, key_of(7777), b"room again"), Stored)
+    rig.check_accounts()
