@@ -6,6 +6,7 @@ ours, until the rest of the block has come; everything between the edges is sent
 
 from __future__ import annotations
 
+import os
 import struct
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from kvstore.cluster.view import TargetId
 from kvstore.errors import InvalidRequest
 from kvstore.limits import SLICE_BYTES_MAX
 from kvstore.types.checksum import block_count, crc_table, crc_table_fragments
+from kvstore.types.content_id import content_id
+from kvstore.wire.slices import NO_CONTENT_ID
 from kvstore_client.regions import Region
 
 OPEN = -1
@@ -68,6 +71,7 @@ class AssembledRecord:
     """
 
     __slots__ = (
+        "_chosen_id",
         "_done",
         "_edges",
         "_left",
@@ -87,6 +91,7 @@ class AssembledRecord:
         self._table = bytearray(4 * count)
         self._done = bytearray(count)
         self._left = count
+        self._chosen_id = b""
         self._edges: dict[int, tuple[bytearray, list[tuple[int, int]]]] = {}
 
     @property
@@ -103,6 +108,14 @@ class AssembledRecord:
     def crc_table(self) -> bytes:
         """The checksums of all blocks; only right when complete."""
         return bytes(self._table)
+
+    def content_id(self) -> bytes:
+        """Of all its copies, chosen here once it is complete; zeros where it has one copy: its node chooses."""
+        if len(self.copies) < 2:
+            return NO_CONTENT_ID
+        if not self._chosen_id:
+            self._chosen_id = content_id(self.length_bytes, self.crc_table, os.urandom(8))
+        return self._chosen_id
 
     @property
     def is_open(self) -> bool:

@@ -182,12 +182,14 @@ class CommitJob(CopiesJob):
         copies = self.copies
         if not copies:
             return
+        ids = b"".join([copy.record.content_id() for copy in copies])
         message = WriterCommit(
             writer_ids=_pack([copy.writer_id for copy in copies]),
             crc_tables=b"".join([copy.record.crc_table for copy in copies]),
             deadline_ns=left_ns(self),
             durability=self._durability,
             wait=self._wait,
+            content_ids=ids if any(ids) else b"",
         )
         yield from connection.start(message)
         while True:

@@ -309,11 +309,15 @@ class PutTicket(Protocol):
         self,
         *,
         crc_table: bytes | None = None,
+        content_id: bytes | None = None,
         durability: Durability | None = None,
         on_received: Callable[[], None] | None = None,
         on_done: Callable[[Stored | Exists | Refused], None],
     ) -> None:
-        """Make it visible: `on_received` when those who accept pending can read it, `on_done` when it is durable."""
+        """Make it visible: `on_received` when those who accept pending can read it, `on_done` when it is durable.
+
+        `content_id` is one that is to be kept, in place of that of the spec.
+        """
 
     def abort(self, *, orphaned: bool = False) -> None:
         """Forget it; room and memory come back. Idempotent, harmless after commit. `orphaned`: counted as such."""

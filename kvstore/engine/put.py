@@ -304,6 +304,7 @@ class Put(Ticket):
         self,
         *,
         crc_table: bytes | None = None,
+        content_id: bytes | None = None,
         durability: Durability | None = None,
         on_received: Callable[[], None] | None = None,
         on_done: Callable[[Outcome], None],
@@ -319,6 +320,8 @@ class Put(Ticket):
         self.power = (self.spec.durability if durability is None else durability) is Durability.POWER
         if self.piece is not None and self.spec.payload_bytes < self.piece.length:
             self.piece.view[self.spec.payload_bytes :] = bytes(self.piece.length - self.spec.payload_bytes)
+        if content_id is not None:
+            self.content_id = content_id
         self.make_header(self.header.view)
         self.received = True
         if on_received is not None:

@@ -190,6 +190,7 @@ class StreamingPut(Ticket):
         self,
         *,
         crc_table: bytes | None = None,
+        content_id: bytes | None = None,
         durability: Durability | None = None,
         on_received: Callable[[], None] | None = None,
         on_done: Callable[[Outcome], None],
@@ -210,6 +211,7 @@ class StreamingPut(Ticket):
             return
         self.power = (self.spec.durability if durability is None else durability) is Durability.POWER
         self.crc_table = bytes(self._table)
+        self.content_id = content_id or self.content_id
         self._committed = True
         self.expires_ns = 0
         if on_received is not None:

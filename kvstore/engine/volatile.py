@@ -100,6 +100,7 @@ class VolatilePut:
         self,
         *,
         crc_table: bytes | None = None,
+        content_id: bytes | None = None,
         durability: Durability | None = None,
         on_received: Callable[[], None] | None = None,
         on_done: Callable[[Stored | Exists | Refused], None],
@@ -118,7 +119,7 @@ class VolatilePut:
             self.filled()
         self._ended = True
         piece, self._piece = self._piece, None
-        self._owner.finish(self, piece, self._crcs or b"", on_received, on_done)
+        self._owner.finish(self, piece, self._crcs or b"", content_id, on_received, on_done)
 
     def abort(self, *, orphaned: bool = False) -> None:
         """See `api.PutTicket.abort`."""
@@ -187,13 +188,14 @@ class VolatilePuts:
         ticket: VolatilePut,
         piece: Piece | None,
         crcs: bytes,
+        named_id: bytes | None,
         on_received: Callable[[], None] | None,
         on_done: Callable[[Stored | Exists | Refused], None],
     ) -> None:
         """All bytes are there: the record is readable now, until its ttl."""
         self.tickets.discard(ticket)
         spec = ticket.spec
-        chosen = spec.content_id
+        chosen = named_id or spec.content_id
         facts = RecordFacts(
             key=spec.key,
             record_bytes=spec.payload_bytes,

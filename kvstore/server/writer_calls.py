@@ -19,10 +19,11 @@ from kvstore.server.outcomes import Outcomes, one_line
 from kvstore.server.writer import Writer
 from kvstore.telemetry.metrics import Verb
 from kvstore.types.checksum import block_count
+from kvstore.types.content_id import content_id
 from kvstore.types.results import Exists, ItemStatus, Refused, RefusedReason, Stored
 from kvstore.wire.frames import Frame
 from kvstore.wire.header import FrameType
-from kvstore.wire.messages import End, WriterAbort, WriterCommit, WriterOpen, WriterOpened
+from kvstore.wire.messages import ID_BYTES, End, WriterAbort, WriterCommit, WriterOpen, WriterOpened
 from kvstore.wire.slices import Slice
 
 if TYPE_CHECKING:
@@ -269,7 +270,8 @@ class WriterCommitCall(Call):
             elif self._client.take_writer(writer_id) is None:
                 self._end(item, Refused(RefusedReason.INVALID, f"writer {writer_id} stands twice in this commit"))
             else:
-                self._commit_one(item, writer, commit.crc_tables[at:stop])
+                chosen = commit.content_ids[item * ID_BYTES : (item + 1) * ID_BYTES]
+                self._commit_one(item, writer, commit.crc_tables[at:stop], chosen)
             at = stop
         self.connection.request_send()
 
@@ -291,11 +293,17 @@ class WriterCommitCall(Call):
         for item in range(self._count):
             self._end(item, Refused(RefusedReason.OUTCOME_UNKNOWN, "the deadline passed while it was being committed"))
 
-    def _commit_one(self, item: int, writer: Writer, crc_table: bytes) -> None:
+    def _commit_one(self, item: int, writer: Writer, crc_table: bytes, chosen: bytes) -> None:
         commit = self._commit
+        is_named = any(chosen)
+        if is_named and chosen[:8] != content_id(writer.record_bytes, crc_table, b"")[:8]:
+            writer.ticket.abort()
+            self._end(item, Refused(RefusedReason.INVALID, "the content id is not of these bytes; make it of them"))
+            return
         try:
             writer.ticket.commit(
                 crc_table=crc_table,
+                content_id=chosen if is_named else None,
                 durability=Durability(commit.durability),
                 on_received=None if commit.wait else partial(self._on_received, item),
                 on_done=partial(self._end, item),

@@ -430,6 +430,7 @@ class DictTicket:
         self,
         *,
         crc_table: bytes | None = None,
+        content_id: bytes | None = None,
         durability: Durability | None = None,
         on_received: Callable[[], None] | None = None,
         on_done: Callable[[Stored | Exists | Refused], None],
@@ -445,8 +446,9 @@ class DictTicket:
                 self._engine.end_pending(self._place)
                 on_done(Refused(RefusedReason.INVALID, f"{self._written} of {len(self._data)} bytes were written"))
                 return
-        content_id = self._spec.content_id if any(self._spec.content_id) else self._engine.next_content_id()
-        record = Record(self._data, self._crcs, self._spec.block_bytes, content_id)
+        named = content_id or self._spec.content_id
+        chosen = named if any(named) else self._engine.next_content_id()
+        record = Record(self._data, self._crcs, self._spec.block_bytes, chosen)
         self._engine.records[self._place] = record
         if on_received is not None:
             on_received()
@@ -454,7 +456,7 @@ class DictTicket:
         def durable() -> None:
             record.durable = True
             self._engine.end_pending(self._place)
-            on_done(Stored(durable=True, content_id=content_id))
+            on_done(Stored(durable=True, content_id=chosen))
 
         self._engine.commit_later(durable)
 

@@ -416,16 +416,26 @@ class WriterOpened(Message):
     details: Details = ""
 
 
-@message(FrameType.WRITER_COMMIT)
+@message(FrameType.WRITER_COMMIT, optional_count=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterCommit(Message):
-    """Completes writers: RESULT frames (item = index in `writer_ids`), then END. `crc_tables` as in Offer."""
+    """Completes writers: RESULT frames (item = index in `writer_ids`), then END. `crc_tables` as in Offer.
+
+    Attributes:
+        content_ids: 16 bytes per writer to keep, so that copies of a record on several targets have the same; zeros let
+            the node choose, as does an empty field.
+    """
 
     writer_ids: Items
     crc_tables: Crcs
     deadline_ns: Remaining
     durability: Annotated[int, Uint(1)] = 0
     wait: Annotated[int, Uint(1)] = 1
+    content_ids: ContentIds = b""
+
+    def validate(self) -> None:
+        count = len(self.writer_ids) // 4
+        expect_count("WRITER_COMMIT.content_ids", self.content_ids, ID_BYTES, count, or_empty=True)
 
 
 @message(FrameType.WRITER_ABORT)

@@ -406,14 +406,16 @@ class Link:
 
     def _writer_commit(self, frame: Frame, message: m.WriterCommit) -> None:
         at, count = 0, len(message.writer_ids) // 4
-        for (number,) in U32.iter_unpack(message.writer_ids):
+        for item, (number,) in enumerate(U32.iter_unpack(message.writer_ids)):
             namespace, key, block, memory = self.node.writers.pop(number)
             words = 4 * -(-len(memory) // block)
             assert crc_table(memory, block) == message.crc_tables[at : at + words]
             at += words
             self.node.pending.discard(key)
             self.node.records[namespace, key] = StoredRecord(
-                payload=bytes(memory), block_bytes=block, content_id=os.urandom(16)
+                payload=bytes(memory),
+                block_bytes=block,
+                content_id=message.content_ids[16 * item :][:16] or os.urandom(16),
             )
         items = b"".join(map(U32.pack, range(count)))
         self.send(frame, m.Result(items=items, statuses=bytes([ItemStatus.STORED]) * count))

@@ -187,6 +187,8 @@ def test_a_writer_fills_every_copy(cluster) -> None:
             results = writer.commit()
         assert {(type(one), one.copies) for one in results} == {(Stored, 2)}
         assert sum(len(one.records) for one in cluster.nodes) == 2 * COUNT
+        for key in {key for one in cluster.nodes for key in one.records}:
+            assert len({one.records[key].content_id for one in cluster.nodes if key in one.records}) == 1
         with ns.writer(KEYS, lengths=[len(one) for one in PAYLOADS]) as writer:
             assert set(writer.statuses) == {Exists(2)}
         cluster.nodes[1].stop()

@@ -19,6 +19,7 @@ from kvstore.server.batch import pack_u32, unpack_u32
 from kvstore.server.drive_set import DriveSet
 from kvstore.testing.plane_lab import LabClient, PlaneLab, results_of
 from kvstore.types.checksum import crc_table
+from kvstore.types.content_id import content_id
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import ItemStatus, MissReason, RefusedReason
@@ -315,6 +316,40 @@ def test_layer_by_layer(node: Node, client: LabClient) -> None:
     statuses = {item: status for item, status, _ in ended}
     assert statuses == {0: ItemStatus.STORED, 1: RefusedReason.INVALID}
     assert client.get(NS, [key_of(1), key_of(2)]) == (bytes([0, MissReason.ABSENT]), {0: value})
+    node.settle()
+
+
+def test_a_writer_keeps_the_content_id_that_it_is_committed_with(node: Node, client: LabClient) -> None:
+    value = os.urandom(65536 + 77)
+    table = crc_table(value, 65536)
+    chosen = content_id(len(value), table, b"nonce...")
+    opened = client.call(
+        WriterOpen(
+            namespace=NS,
+            keys=key_of(1) + key_of(2),
+            lengths=pack_u32([len(value)] * 2),
+            block_bytes=pack_u32([65536]),
+            deadline_ns=5 * SECOND_NS,
+        ),
+        WriterOpened,
+    )
+    writers = unpack_u32(opened.writer_ids)
+    for writer_id in writers:
+        client.session.start(FrameType.WRITER_WRITE)
+        one = Slice(writer_id, 0, len(value), 0, False, NO_CONTENT_ID, len(value), 65536, table)
+        client.send_slices([one], value, frame_type=FrameType.WRITER_WRITE)
+        client.expect(End)
+    wrong = content_id(len(value) - 1, table, b"nonce...")
+    commit = WriterCommit(
+        writer_ids=opened.writer_ids, crc_tables=table * 2, deadline_ns=5 * SECOND_NS, content_ids=chosen + wrong
+    )
+    client.start(commit)
+    ended = []
+    while (frame := client.receive()).type is FrameType.RESULT:
+        ended += results_of(Result.decode(frame.body))
+    assert {item: status for item, status, _ in ended} == {0: ItemStatus.STORED, 1: RefusedReason.INVALID}
+    assert client.get(NS, [key_of(1)], content_ids=chosen) == (bytes([0]), {0: value})
+    assert client.get(NS, [key_of(1)], content_ids=wrong)[0] == bytes([MissReason.ABSENT])
     node.settle()
 
 
