@@ -63,12 +63,12 @@ def _show(screen: Screen, findings: Sequence[Finding]) -> None:
         (
             finding.status.value,
             " ".join(filter(None, (finding.check, finding.subject))),
-            "\n".join(filter(None, (finding.found, finding.reason))),
             finding.needed,
+            "\n".join(filter(None, (finding.found, finding.reason))),
         )
         for finding in findings
     ]
-    texts = (Column(header="found", kind=Kind.TEXT), Column(header="needed", kind=Kind.TEXT))
+    texts = (Column(header="needed", kind=Kind.NOTE), Column(header="found", kind=Kind.TEXT))
     screen.grid("", (Column(header=""), Column(header="check"), *texts), rows)
     for finding in findings:
         if finding.fix is not None:
