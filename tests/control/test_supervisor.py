@@ -486,7 +486,7 @@ def test_a_drive_that_another_node_holds_is_named_with_its_holder(tmp_path: Path
     [
         (("--capacity", "1MiB"), "at least 64MiB"),
         (("--capacity", "lots"), "'lots' is not a size"),
-        (("--host", "0.0.0.0"), "--insecure"),
+        (("--host", "0.0.0.0", "--advertise", "node"), "--insecure"),
         (("--transport", "rdma-over-air"), "rdma"),
         (("--ready-file", "/nowhere/ready.json"), "/nowhere"),
         (("--config", "/nowhere/node.toml"), "/nowhere/node.toml cannot be read"),
@@ -497,6 +497,16 @@ def test_a_bad_flag_is_one_clear_line(tmp_path: Path, arguments: tuple[str, ...]
     assert status == 2
     assert words in log
     assert len(log.strip().splitlines()) == 1
+
+
+def test_every_fault_of_the_settings_is_a_line_and_nothing_else_is(tmp_path: Path) -> None:
+    status, log = refused_start(tmp_path, "--host", "0.0.0.0", "--staging", "1KiB", "--drain-timeout", "2h")
+    assert status == 2
+    lines = log.strip().splitlines()
+    assert len(lines) == 4, log
+    assert all(line.startswith("kvstore: ") for line in lines)
+    for words in ("2h is not allowed; give at most 10m", "staging 1KiB", "--insecure", "--advertise"):
+        assert any(words in line for line in lines), words
 
 
 def test_a_stale_ready_file_is_removed_before_the_start(tmp_path: Path) -> None:
