@@ -17,7 +17,6 @@ from kvstore.types.results import Exists, Hit, Miss, Refused, Stored
 from kvstore_client import read_verbs, write_verbs, writer_verbs
 from kvstore_client.aio_driver import AsyncDriver
 from kvstore_client.client import client_options
-from kvstore_client.copies import StoreRequest
 from kvstore_client.core import ClientCore
 from kvstore_client.match import MatchView
 from kvstore_client.namespace_handle import NamespaceKeys
@@ -189,16 +188,7 @@ class AsyncNamespace(NamespaceKeys):
         shape = self._shape(len(chain), shards=shards, part=part, layers=layers, ranges=ranges)
         rows = incoming_records(shape, buffers, content_ids, key_count=len(chain))
         results = await session.driver.run(
-            read_verbs.load(
-                session.core,
-                self.namespace,
-                shape,
-                chain,
-                rows,
-                copies=self._copies,
-                accept_pending=accept_pending,
-                deadline_ns=until_ns,
-            )
+            self._load(session.core, shape, chain, rows, accept_pending=accept_pending, until_ns=until_ns)
         )
         if soft_deadline is not None and time.monotonic_ns() >= until_ns:
             session.core.counters.soft_deadlines += 1
@@ -217,15 +207,7 @@ class AsyncNamespace(NamespaceKeys):
     ) -> list[Stored | Exists | Refused]:
         """As `BoundNamespace.put`."""
         session = self._client.session()
-        request = StoreRequest(
-            keys=keys,
-            buffers=buffers,
-            shards=shards,
-            part=part,
-            durability=choice("durability", durability, DURABILITIES),
-            wait=choice("wait", wait, WAITS),
-            copies=self._copies,
-        )
+        request = self._request_of_put(keys, buffers, wait=wait, durability=durability, shards=shards, part=part)
         until_ns = self._deadline_ns(deadline)
         return await session.driver.run(
             write_verbs.store(session.core, self.namespace, self._manifest, request, until_ns)
@@ -326,15 +308,8 @@ class AsyncNamespace(NamespaceKeys):
     ) -> list[Hit | Miss]:
         session = self._client.session()
         return await session.driver.run(
-            read_verbs.lookup(
-                session.core,
-                self.namespace,
-                keys,
-                shards=shards,
-                part=part,
-                copies=self._copies,
-                deadline_ns=self._deadline_ns(deadline),
-                waits=waits,
+            self._look_up(
+                session.core, keys, shards=shards, part=part, until_ns=self._deadline_ns(deadline), waits=waits
             )
         )
 

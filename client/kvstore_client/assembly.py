@@ -16,9 +16,9 @@ from kvstore.limits import SLICE_BYTES_MAX
 from kvstore.types.checksum import block_count, crc_table, crc_table_fragments
 from kvstore.types.content_id import content_id
 from kvstore.wire.slices import NO_CONTENT_ID
+from kvstore_client.incoming import OPEN
 from kvstore_client.regions import Region
 
-OPEN = -1
 _U32 = struct.Struct("<I")
 
 

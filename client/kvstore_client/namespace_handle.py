@@ -16,6 +16,8 @@ from kvstore.types.tokens import Tokens
 from kvstore.wire.messages import Manifest
 from kvstore_client import read_verbs, write_verbs
 from kvstore_client.copies import StoreRequest
+from kvstore_client.core import ClientCore
+from kvstore_client.incoming import IncomingRecord
 from kvstore_client.lane import Lanes
 from kvstore_client.loads import Begun
 from kvstore_client.match import Match
@@ -26,6 +28,7 @@ from kvstore_client.ranges import Ranges
 from kvstore_client.rdma_places import goes_by_rdma
 from kvstore_client.read_shape import ReadShape, incoming_records, shape_of
 from kvstore_client.regions import Item, refuse_repeated
+from kvstore_client.rounds import Verb
 from kvstore_client.shm_places import lies_in_shared_memory
 from kvstore_client.shm_ways import Transport
 from kvstore_client.straight import plain_views, read_straight
@@ -68,6 +71,73 @@ class NamespaceKeys:
         if shards is None and part is None and layers is None and ranges is None:
             return self._whole_shape
         return shape_of(self.layout, key_count=key_count, shards=shards, part=part, layers=layers, ranges=ranges)
+
+    def _load(
+        self,
+        core: ClientCore,
+        shape: ReadShape,
+        chain: KeyChain,
+        rows: list[list[IncomingRecord]],
+        *,
+        accept_pending: bool,
+        until_ns: int,
+        begun: Begun | None = None,
+    ) -> Verb[list[Hit | Miss]]:
+        """The verb that reads records; see `read_verbs.load`."""
+        return read_verbs.load(
+            core,
+            self.namespace,
+            shape,
+            chain,
+            rows,
+            copies=self._copies,
+            accept_pending=accept_pending,
+            deadline_ns=until_ns,
+            begun=begun,
+        )
+
+    def _look_up(
+        self,
+        core: ClientCore,
+        keys: Keys,
+        *,
+        shards: int | Sequence[int] | None,
+        part: str | None,
+        until_ns: int,
+        waits: bool,
+    ) -> Verb[list[Hit | Miss]]:
+        """The verb that says of each key whether it is stored; see `read_verbs.lookup`."""
+        return read_verbs.lookup(
+            core,
+            self.namespace,
+            keys,
+            shards=shards,
+            part=part,
+            copies=self._copies,
+            deadline_ns=until_ns,
+            waits=waits,
+        )
+
+    def _request_of_put(
+        self,
+        keys: Keys,
+        buffers: Sequence[Item],
+        *,
+        wait: str,
+        durability: str,
+        shards: int | Sequence[int] | None,
+        part: str | None,
+    ) -> StoreRequest:
+        """The arguments of a put, checked. Raises InvalidRequest."""
+        return StoreRequest(
+            keys=keys,
+            buffers=buffers,
+            shards=shards,
+            part=part,
+            durability=choice("durability", durability, DURABILITIES),
+            wait=choice("wait", wait, WAITS),
+            copies=self._copies,
+        )
 
     @property
     def layout(self) -> KVLayout:
@@ -236,39 +306,24 @@ class BoundNamespace(NamespaceKeys):
                 return done
             quick = done
         session = self._client.session()
-        is_soft = False
-        begun = quick if isinstance(quick, Begun) else None
-        until_ns = (quick.deadline_ns if isinstance(quick, Begun) else quick) or self._deadline_ns(deadline)
-        if soft_deadline is not None:
-            soft_ns = self._deadline_ns(soft_deadline, name="soft_deadline")
-            is_soft, until_ns = soft_ns < until_ns, min(soft_ns, until_ns)
         chain = as_chain(keys, chunks_per_run=self.layout.chunks_per_run)
         refuse_repeated(buffers)
         shape = self._shape(len(chain), shards=shards, part=part, layers=layers, ranges=ranges)
-        if (
-            begun is None
-            and shape is self._whole_shape
-            and content_ids is None
-            and not accept_pending
-            and not is_placed
-        ):
+        begun = quick if isinstance(quick, Begun) else None
+        until_ns = (quick.deadline_ns if isinstance(quick, Begun) else quick) or self._deadline_ns(deadline)
+        is_soft = False
+        if soft_deadline is not None:
+            soft_ns = self._deadline_ns(soft_deadline, name="soft_deadline")
+            is_soft, until_ns = soft_ns < until_ns, min(soft_ns, until_ns)
+        is_usual = shape is self._whole_shape and content_ids is None and not accept_pending
+        if begun is None and is_usual and not is_placed:
             outcome = self._read_straight(session, chain, buffers, until_ns)
             if isinstance(outcome, list):
                 return outcome
             begun = outcome
         rows = incoming_records(shape, buffers, content_ids, key_count=len(chain))
         results = session.driver.run(
-            read_verbs.load(
-                session.core,
-                self.namespace,
-                shape,
-                chain,
-                rows,
-                copies=self._copies,
-                accept_pending=accept_pending,
-                deadline_ns=until_ns,
-                begun=begun,
-            )
+            self._load(session.core, shape, chain, rows, accept_pending=accept_pending, until_ns=until_ns, begun=begun)
         )
         if is_soft and time.monotonic_ns() >= until_ns:
             session.core.counters.soft_deadlines += 1
@@ -303,15 +358,7 @@ class BoundNamespace(NamespaceKeys):
             outcome could not be learned; putting it again is harmless.
         """
         session = self._client.session()
-        request = StoreRequest(
-            keys=keys,
-            buffers=buffers,
-            shards=shards,
-            part=part,
-            durability=choice("durability", durability, DURABILITIES),
-            wait=choice("wait", wait, WAITS),
-            copies=self._copies,
-        )
+        request = self._request_of_put(keys, buffers, wait=wait, durability=durability, shards=shards, part=part)
         return session.driver.run(
             write_verbs.store(session.core, self.namespace, self._manifest, request, self._deadline_ns(deadline))
         )
@@ -327,15 +374,8 @@ class BoundNamespace(NamespaceKeys):
         """Whether each key is stored, for every shard asked. Not counted as use, nor in the hit rate."""
         session = self._client.session()
         found = session.driver.run(
-            read_verbs.lookup(
-                session.core,
-                self.namespace,
-                keys,
-                shards=shards,
-                part=part,
-                copies=self._copies,
-                deadline_ns=self._deadline_ns(deadline),
-                waits=False,
+            self._look_up(
+                session.core, keys, shards=shards, part=part, until_ns=self._deadline_ns(deadline), waits=False
             )
         )
         return [isinstance(one, Hit) for one in found]
@@ -351,15 +391,8 @@ class BoundNamespace(NamespaceKeys):
         """Waits until no key is pending any more, or for `deadline` seconds. A Hit here carries no bytes."""
         session = self._client.session()
         return session.driver.run(
-            read_verbs.lookup(
-                session.core,
-                self.namespace,
-                keys,
-                shards=shards,
-                part=part,
-                copies=self._copies,
-                deadline_ns=self._deadline_ns(deadline),
-                waits=True,
+            self._look_up(
+                session.core, keys, shards=shards, part=part, until_ns=self._deadline_ns(deadline), waits=True
             )
         )
 

@@ -13,9 +13,10 @@ from kvstore.types.results import ItemStatus, RefusedReason
 from kvstore.wire.header import FrameType
 from kvstore.wire.messages import ID_BYTES, End, Manifest, Result, WriterAbort, WriterCommit, WriterOpen, WriterOpened
 from kvstore.wire.slices import NO_CONTENT_ID, Slice, encode_slices
-from kvstore_client.assembly import OPEN, Piece, WrittenCopy
+from kvstore_client.assembly import Piece, WrittenCopy
 from kvstore_client.connection import Connection, Steps
 from kvstore_client.core import ClientCore
+from kvstore_client.incoming import OPEN
 from kvstore_client.lookups import left_ns
 from kvstore_client.record_facts import ChainFacts, PartFacts
 from kvstore_client.rounds import Job

@@ -23,9 +23,10 @@ from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import Exists, Refused, RefusedReason, Stored
 from kvstore.wire.messages import Manifest
-from kvstore_client.assembly import OPEN, AssembledRecord, WrittenCopy
+from kvstore_client.assembly import AssembledRecord, WrittenCopy
 from kvstore_client.attempts import Follow, attempt
 from kvstore_client.core import ClientCore
+from kvstore_client.incoming import OPEN
 from kvstore_client.outcomes import store_result
 from kvstore_client.planner import Keys, Section, as_chain, choose_shards, plan_records, sections_of
 from kvstore_client.record_facts import ChainFacts, PartFacts
