@@ -226,8 +226,8 @@ def test_as_many_as_there_is_memory_for() -> None:
     ref = rig.namespace()
     columns = rig.columns(ref, [key_of(n) for n in range(32)], 1 * MiB)
     parcels = rig.store.writer.open_parcels(columns, 0, 32)
-    assert [parcel.count for parcel in parcels] == [2, 4, 4, 4, 4]
-    assert [parcel.first for parcel in parcels] == [0, 2, 6, 10, 14]
+    assert [parcel.count for parcel in parcels] == [1, 4, 4, 4, 4]
+    assert [parcel.first for parcel in parcels] == [0, 1, 5, 9, 13]
     for parcel in parcels:
         parcel.abort()
     assert rig.arena.used_bytes == 0
