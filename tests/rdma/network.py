@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")
+ASIDE_ADDRESSES: Final = ("10.78.0.1", "10.78.0.2")
+"""Of the second wire between two machines, on which they agree what to do while the first one is down."""
 GID_INDEX: Final = 1
 PYVERBS: Final = "/usr/lib/python3/dist-packages/pyverbs"
 """Debian's package for its own Python 3.11, which ours is too (./dev sees to it)."""
@@ -53,13 +55,15 @@ export KVSTORE_RDMA_GUEST=pair
 
 
 def one_device(host: int) -> str:
-    """rxe0 on eth0 of one of two machines, joined by `tests.vm.machine.link_device`."""
+    """rxe0 on eth0 of one of two machines, joined by two wires of `tests.vm.machine.link_device`."""
     return f"""
 {_LIMITS}; {_PYVERBS_PATH}
 ip -batch - <<'LINES'
 link set lo up
 link set eth0 mtu {_MTU_BYTES} up
 addr add {ADDRESSES[host]}/24 dev eth0
+link set eth1 up
+addr add {ASIDE_ADDRESSES[host]}/24 dev eth1
 LINES
 rdma link add rxe0 type rxe netdev eth0
 export KVSTORE_RDMA_GUEST={host}

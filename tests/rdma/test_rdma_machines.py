@@ -66,14 +66,15 @@ def test_two_devices_of_one_machine(
 
 def test_two_machines(tmp_path: Path, machine_reports: list[str]) -> None:
     folders = [tmp_path / name for name in ("node", "client")]
-    with tempfile.TemporaryDirectory(prefix="kvstore-link-") as link, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="kvstore-") as link, contextlib.ExitStack() as stack:
         machines = []
         for host, folder in enumerate(folders):
             folder.mkdir()
             command = [sys.executable, "-m", "tests.rdma.guest.served", folder.name]
-            wire = link_device(Path(link), host=host)  # a path of a socket must be short
+            # a path of a socket must be short
+            wires = [part for wire in range(2) for part in link_device(Path(link), host=host, wire=wire)]
             machines.append(
-                stack.enter_context(VirtualMachine(folder, command, kit="rdma", devices=wire, before=one_device(host)))
+                stack.enter_context(VirtualMachine(folder, command, kit="rdma", devices=wires, before=one_device(host)))
             )
         for machine in machines:
             status = machine.wait(WAIT_S)

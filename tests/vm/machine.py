@@ -144,20 +144,21 @@ def disk_device(disk: Path, *, sector_bytes: int = 512) -> list[str]:
     ]
 
 
-def link_device(folder: Path, *, host: int) -> list[str]:
-    """One end of a wire between two machines, eth0 in the guest; both may start in any order.
+def link_device(folder: Path, *, host: int, wire: int = 0) -> list[str]:
+    """One end of a wire between two machines, eth0 in the guest for wire 0; both may start in any order.
 
     Args:
         folder: short path on the host where both ends have their sockets.
         host: 0 or 1.
+        wire: of several between the same two, counted from 0 in the order of the devices.
     """
     assert host in (0, 1), host
-    here, there = folder / f"link.{host}", folder / f"link.{1 - host}"
+    here, there = folder / f"link{wire}.{host}", folder / f"link{wire}.{1 - host}"
     here.unlink(missing_ok=True)
     ends = f"local.type=unix,local.path={here},remote.type=unix,remote.path={there}"
     return [
-        *("-netdev", f"dgram,id=link,{ends}"),
-        *("-device", f"virtio-net-pci,netdev=link,host_mtu=4200,mac=52:54:00:77:00:0{host + 1},romfile="),
+        *("-netdev", f"dgram,id=link{wire},{ends}"),
+        *("-device", f"virtio-net-pci,netdev=link{wire},host_mtu=4200,mac=52:54:00:77:0{wire}:0{host + 1},romfile="),
     ]
 
 

@@ -1,11 +1,14 @@
 """`kvstore serve --transport rdma` on one machine, a client on another: python -m tests.rdma.guest.served ROLE
 
 The client puts and gets, compares every byte, and breaks what can break: a peer in mid-transfer, a key, a region, the
-limit of locked memory, the worker, the wire. It asks the node's side for what only happens there by lines over TCP.
+limit of locked memory, the worker, the wire. It asks the node's side for what only happens there by lines over TCP,
+on a second wire.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -13,14 +16,16 @@ import re
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Final, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -34,49 +39,65 @@ from kvstore.types.namespace import Namespace
 from kvstore_client import Hit, KVClient, Stored
 from kvstore_client.namespace_handle import BoundNamespace
 from kvstore_client.rdma import RdmaPort
-from tests.rdma.network import ADDRESSES, GID_INDEX
+from tests.rdma.network import ADDRESSES, ASIDE_ADDRESSES, GID_INDEX
 
-GRPC_PORT: Final = 7400
 CONTROL_PORT: Final = 7499
+TCP_OF: Final = {Backend.IBVERBS: (ASIDE_ADDRESSES[0], 7400), Backend.PYVERBS: (ADDRESSES[0], 7500)}
+"""Where commands go: on a wire of their own, which is there when the wire of RDMA is not; or on the same one."""
 CHUNK: Final = 256 * KiB
 COUNT: Final = 16
 TOTAL: Final = COUNT * CHUNK
 WAIT_S: Final = 200
 WIRE_RATIO_MAX: Final = 1.03
 TRIES: Final = 5
-DOWN_S: Final = 6  # longer than a pair tries again
+DOWN_S: Final = 8  # longer than a pair tries again
+COUNTED_S: Final = 10  # the node tells its counts now and then
+UNDER_WAY_PACKETS: Final = 64  # a sixteenth of what one call moves
+POLL_S: Final = 0.05
+SIOCGIFFLAGS: Final = 0x8913
+SIOCSIFFLAGS: Final = 0x8914
+IFF_UP: Final = 1
 NOBODY: Final = 65534
 LOCKED_BYTES: Final = 8 * MiB
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 # --- the node's side ----------------------------------------------------------------------------------------------
 def node() -> None:
-    listening = listen_tcp(ADDRESSES[0], CONTROL_PORT)
+    """Starts all nodes at once, and serves the client that comes for each, one after the other."""
+    listening = listen_tcp(ASIDE_ADDRESSES[0], CONTROL_PORT)
     listening.settimeout(WAIT_S)
-    for backend in Backend:
-        serve(backend, listening)
+    with contextlib.ExitStack() as stack:
+        for it in [stack.enter_context(start(backend)) for backend in Backend]:
+            obey(it, listening)
 
 
-def serve(backend: Backend, listening: socket.socket) -> None:
-    """A node, for as long as the client wants it."""
+def start(backend: Backend) -> ServeProcess:
+    """A node that uses this library."""
     folder = Path("/run/tmp") / backend.value
     folder.mkdir()
-    addresses = ["--host", ADDRESSES[0], "--insecure", "", "--grpc-port", str(GRPC_PORT), "--data-port", "7401"]
+    host, port = TCP_OF[backend]
+    addresses = ["--host", host, "--insecure", "", "--grpc-port", str(port), "--data-port", str(port + 1)]
     usual = ["--transport", "rdma", "--cache", "32MiB", "--staging", "48MiB", "--capacity", "64MiB", *addresses]
-    with ServeProcess(folder, *usual, environment={LIBRARY_VARIABLE: backend.value}) as it:
-        ready = it.wait_ready(seconds=WAIT_S)
-        assert "RDMA: rxe0:1" in it.log, it.log
-        connected, _ = listening.accept()
-        connected.settimeout(None)
-        with connected, connected.makefile("rw") as lines:
-            for line in lines:
-                if line == "quit\n":
-                    break
-                lines.write(json.dumps(carry_out(line.split(), ready)) + "\n")
-                lines.flush()
-        it.terminate()
-        assert it.wait_exit() == 0, it.log
-        assert "Traceback" not in it.log, it.log
+    return ServeProcess(folder, *usual, environment={LIBRARY_VARIABLE: backend.value})
+
+
+def obey(it: ServeProcess, listening: socket.socket) -> None:
+    """Does what the next client asks for, for as long as it wants the node."""
+    ready = it.wait_ready(seconds=WAIT_S)
+    assert "RDMA: rxe0:1" in it.log, it.log
+    connected, _ = listening.accept()
+    connected.settimeout(None)
+    with connected, connected.makefile("rw") as lines:
+        for line in lines:
+            if line == "quit\n":
+                break
+            lines.write(json.dumps(carry_out(line.split(), ready)) + "\n")
+            lines.flush()
+    it.terminate()
+    assert it.wait_exit() == 0, it.log
+    assert "Traceback" not in it.log, it.log
 
 
 def carry_out(words: list[str], ready: Ready) -> object:
@@ -100,11 +121,11 @@ def carry_out(words: list[str], ready: Ready) -> object:
 class Bench:
     """A client with what it has stored, and the line to the node's side."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: Backend) -> None:
         end = time.monotonic() + WAIT_S
         while True:
             try:
-                self._held = socket.create_connection((ADDRESSES[0], CONTROL_PORT), 2)
+                self._held = socket.create_connection((ASIDE_ADDRESSES[0], CONTROL_PORT), 2)
                 break
             except OSError:
                 assert time.monotonic() < end, "the node's side never listened"
@@ -112,7 +133,7 @@ class Bench:
         self._held.settimeout(WAIT_S)
         self._lines = self._held.makefile("rw")
         self.ask("metrics")  # answered once it serves
-        self.client = connect()
+        self.client = connect(*TCP_OF[backend])
         self.values = np.random.default_rng(5).integers(0, 256, (COUNT, CHUNK), np.uint8)
         self.ns = namespace_of(self.client)
         self.keys = self.ns.keys(list(range(16 * COUNT)))
@@ -154,8 +175,8 @@ class Bench:
             time.sleep(0.1)
 
 
-def connect() -> KVClient:
-    return KVClient.connect(f"{ADDRESSES[0]}:{GRPC_PORT}", transport="rdma", deadline=60)
+def connect(host: str, port: int) -> KVClient:
+    return KVClient.connect(f"{host}:{port}", transport="rdma", deadline=60)
 
 
 def namespace_of(client: KVClient, model: str = "m") -> BoundNamespace:
@@ -164,7 +185,7 @@ def namespace_of(client: KVClient, model: str = "m") -> BoundNamespace:
 
 
 def wire_bytes(way: str) -> int:
-    return int(Path(f"/sys/class/net/eth0/statistics/{way}_bytes").read_text())
+    return sum(int(Path(f"/sys/class/net/{name}/statistics/{way}_bytes").read_text()) for name in ("eth0", "eth1"))
 
 
 def packets(way: str) -> int:
@@ -176,18 +197,27 @@ def client() -> None:
     memory = np.zeros((COUNT, CHUNK), np.uint8)
     for backend in Backend:
         os.environ[LIBRARY_VARIABLE] = backend.value
-        bench = Bench()
-        moved_both_ways(bench, memory, backend)
-        wrong_key(bench)
-        freed_in_child(bench, memory)
+        bench = timed(Bench, backend)
+        timed(moved_both_ways, bench, memory, backend)
+        timed(wrong_key, bench)
+        timed(freed_in_child, bench, memory)
         if backend is Backend.IBVERBS:
-            region_gone(bench)
-            killed_reader(bench, memory)
-            short_of_locked_memory(bench)
-            wire_down(bench, memory)
-            killed_worker(bench, memory)
-            perftest(bench)
-        bench.quit()
+            timed(region_gone, bench)
+            timed(killed_reader, bench, memory)
+            timed(short_of_locked_memory, bench)
+            timed(wire_down, bench, memory)
+            timed(killed_worker, bench, memory)
+            timed(perftest, bench)
+        timed(bench.quit)
+
+
+def timed(part: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Runs it, and prints how long it took."""
+    begin = time.monotonic()
+    try:
+        return part(*arguments, **named)
+    finally:
+        print(f"{part.__name__}: {time.monotonic() - begin:.1f} s")
 
 
 def moved_both_ways(bench: Bench, memory: np.ndarray, backend: Backend) -> None:
@@ -314,34 +344,63 @@ def short_of_locked_memory(bench: Bench) -> None:
 
 
 def wire_down(bench: Bench, memory: np.ndarray) -> None:
-    """Until it has broken a pair: what is not on its way just then waits, and comes over the same one."""
+    """The wire of RDMA is down under reads, for longer than a pair tries again.
+
+    Commands have their own wire, so payload is on its way to the dead one whenever it went down. That a pair broke is
+    seen only when the wire is back: rxe lets no pair be destroyed before its packets have left.
+    """
     areas = [memory, *(np.zeros((COUNT, CHUNK), np.uint8) for _ in range(2))]
-    before = bench.ask("metrics")
-    for _ in range(TRIES):
-        subprocess.Popen(["sh", "-c", f"ip link set eth0 down; sleep {DOWN_S}; ip link set eth0 up"])
-        end = time.monotonic() + DOWN_S
-
-        def read_on(area: np.ndarray, until: float = end) -> None:
-            while time.monotonic() < until:
-                bench.get(area)  # late, or in frames; never wrong
-
-        with ThreadPoolExecutor(len(areas)) as pool:
-            list(pool.map(read_on, areas))
-        begin = time.monotonic()
-        bench.until_placed(memory, "the wire was down")
-        took = time.monotonic() - begin
-        time.sleep(1)  # the node counts its pairs now and then
-        broken = bench.ask("metrics")["pairs_broken"] - before["pairs_broken"]
-        if broken:
-            break
-    assert broken
+    before = bench.ask("metrics")["pairs_broken"]
+    assert any(cut_wire(bench, areas, before) for _ in range(TRIES)), f"no pair broke: {bench.ask('metrics')}"
+    begin = time.monotonic()
+    bench.until_placed(memory, "the wire was down")
+    took = time.monotonic() - begin
     begin = time.monotonic()
     assert bench.get(memory)
     rate = TOTAL / (time.monotonic() - begin) / 1e6
-    print(
-        f"measured: wire down for {DOWN_S} s: {broken:.0f} pairs broke, RDMA again after {took:.1f} s, "
-        f"get {rate:.1f} MB/s"
-    )
+    print(f"measured: wire down for {DOWN_S} s: RDMA again {took:.1f} s after the reads, get {rate:.1f} MB/s")
+
+
+def cut_wire(bench: Bench, areas: list[np.ndarray], before: float) -> bool:
+    """Whether more pairs than before have broken after it."""
+    has_ended = threading.Event()
+
+    def read_on(area: np.ndarray) -> None:
+        while not has_ended.is_set():
+            bench.get(area)  # late, or in frames; never wrong
+
+    with ThreadPoolExecutor(len(areas)) as pool:
+        seen = packets("rx")
+        reads = [pool.submit(read_on, area) for area in areas]
+        try:
+            until(lambda: packets("rx") >= seen + UNDER_WAY_PACKETS, WAIT_S)
+            set_wire(is_up=False)
+            time.sleep(DOWN_S)
+        finally:
+            set_wire(is_up=True)
+            has_ended.set()
+        for read in reads:
+            read.result()
+    return until(lambda: bench.ask("metrics").get("pairs_broken", 0) > before, COUNTED_S)
+
+
+def until(is_so: Callable[[], bool], seconds: float) -> bool:
+    """Waits for it; whether it came."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > end:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def set_wire(*, is_up: bool) -> None:
+    """As `ip link set eth0`, in no time (netdevice(7))."""
+    name = b"eth0".ljust(16, b"\0")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        _, flags = struct.unpack("16sH", fcntl.ioctl(any_socket, SIOCGIFFLAGS, struct.pack("16sH14x", name, 0))[:18])
+        flags = flags | IFF_UP if is_up else flags & ~IFF_UP
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", name, flags))
 
 
 def killed_worker(bench: Bench, memory: np.ndarray) -> None:
