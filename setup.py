@@ -1,7 +1,7 @@
-"""Builds the compiled parts: io_uring, search and check of cold reads, single reads. pyproject.toml declares the rest.
+"""Builds the compiled parts: io_uring, search and check of cold reads, single reads, checksums.
 
-All are optional: without a compiler the install succeeds, the node uses its thread pool device and says so, and the
-other parts are done in Python: the same answers, slower.
+pyproject.toml declares the rest. All are optional: without a compiler the install succeeds, the node uses its thread
+pool device and says so, and the other parts are done in Python: the same answers, slower.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ PARTS = (
     "kvstore.engine._search",
     "kvstore.transport._exchange",
     "kvstore.transport._inflow",
+    "kvstore.types._sums",
 )
 
 

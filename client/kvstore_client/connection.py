@@ -335,7 +335,7 @@ class Connection:
         return request_id
 
     def end_at_once(self, epoch: int) -> None:
-        """The call of `send_at_once` was answered by DATA frames, the last one final, received with `quick`."""
+        """The call of `send_at_once` was answered by frames, the last one final, received with `quick`."""
         self._session.receive(FrameType.DATA, self._session.request_id, is_final=True)
         if epoch:
             self._greeting.saw_epoch(epoch)
@@ -344,9 +344,9 @@ class Connection:
         """Bytes of the call of `send_at_once` that were received and are not what was expected: read them again."""
         self._unread = memoryview(received)
 
-    def read_begun(self, received: bytes) -> None:
-        """A GET was begun with `quick`, and so much of its answer has come: read it the usual way, from there on."""
-        self._session.read_begun()
+    def read_begun(self, received: bytes, request: FrameType = FrameType.GET) -> None:
+        """A GET (GET_INTO) was begun with `quick`, and so much of its answer has come: read on the usual way."""
+        self._session.read_begun(request)
         self._owner = None
         self.has_heard = False
         self._unread = memoryview(received)

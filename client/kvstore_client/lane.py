@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvstore.errors import ChecksumMismatch, DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.limits import DIGEST_BYTES, SLICE_BYTES_MAX
@@ -43,6 +43,8 @@ class ReadLane:
         is_usable: False once it must be made anew: after a fork, when the client was closed, or with another view.
     """
 
+    _IS_PLACED: ClassVar = False
+
     def __init__(
         self,
         session: Session,
@@ -73,7 +75,11 @@ class ReadLane:
         self._target = target
         self._link = link
         exchange = read_exchange(
-            namespace, node_deadline_ns(duration_ns), record_bytes=record_bytes, block_bytes=block_bytes
+            namespace,
+            node_deadline_ns(duration_ns),
+            record_bytes=record_bytes,
+            block_bytes=block_bytes,
+            is_placed=self._IS_PLACED,
         )
         self._send = exchange.send
         self._receive = exchange.receive
@@ -114,7 +120,7 @@ class ReadLane:
         connection.deadline_ns = deadline_ns = now_ns + self._duration_ns
         try:
             request_id = next_id()
-            if not self._send(handle, request_id, link.view_epoch, key):
+            if not self._send(handle, request_id, link.view_epoch, key, b""):
                 raise Unavailable("a request did not fit the socket of an idle connection")
             if not self._duration_ns <= connection.receive_timeout_ns <= self._armed_ns_max:
                 connection.arm_receive(self._duration_ns)
@@ -146,6 +152,11 @@ class ReadLane:
             connection.close()
             self._driver.give_back(link, connection, time.monotonic_ns(), has_broken=False)
             raise
+        return self._done(connection, content_id, now_ns)
+
+    def _done(self, connection: Connection, content_id: bytes, now_ns: int) -> list[Hit | Miss]:
+        """The record has come and is right."""
+        link = self._link
         connection.idle_since_ns = now_ns
         self._driver.put_ready(link, connection)
         if self._is_timed:
@@ -206,10 +217,15 @@ class Lanes:
         self._namespace = namespace
         self._block_bytes = block_bytes
         self._exact_bytes = record_bytes
-        self._lanes: dict[tuple[int, float | None], ReadLane] = {}
+        self._lanes: dict[tuple[int, float | None, type[ReadLane]], ReadLane] = {}
 
-    def read(self, keys: Keys, buffers: Sequence[Item], deadline: float | None) -> list[Hit | Miss] | Begun | int:
+    def read(
+        self, keys: Keys, buffers: Sequence[Item], deadline: float | None, kind: type[ReadLane] = ReadLane
+    ) -> list[Hit | Miss] | Begun | int:
         """Reads the record of one key into one piece of memory; see `ReadLane.read`. 0 for anything else.
+
+        Args:
+            kind: Of lane: how the record comes.
 
         Raises:
             InvalidRequest: As `get_into`.
@@ -227,14 +243,14 @@ class Lanes:
                 return 0
             view = views[0]
         length = len(view)
-        lane = self._lanes.get((length, deadline))
+        lane = self._lanes.get((length, deadline, kind))
         if lane is None or not lane.is_usable:
-            lane = self._new_lane(length, deadline)
+            lane = self._new_lane(length, deadline, kind)
             if lane is None:
                 return 0
         return lane.read(key, view)
 
-    def _new_lane(self, length: int, deadline: float | None) -> ReadLane | None:
+    def _new_lane(self, length: int, deadline: float | None, kind: type[ReadLane]) -> ReadLane | None:
         """A lane for such calls; None where the usual way has something to decide."""
         session = self._client.session()
         target = session.core.placement
@@ -252,7 +268,7 @@ class Lanes:
             return None
         if len(self._lanes) >= _LANES_MAX:
             self._lanes.clear()
-        lane = self._lanes[length, deadline] = ReadLane(
+        lane = self._lanes[length, deadline, kind] = kind(
             session,
             target=target,
             link=link,

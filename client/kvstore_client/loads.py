@@ -16,7 +16,7 @@ from kvstore.wire.frames import Frame
 from kvstore.wire.header import FrameType
 from kvstore.wire.messages import ID_BYTES, RANGE_BYTES, End, Get
 from kvstore.wire.ranges import encode_ranges
-from kvstore.wire.shared import get_into
+from kvstore.wire.shared import GetInto, get_into
 from kvstore.wire.slices import NO_CONTENT_ID, Slice
 from kvstore_client.connection import READ, WRITE, Connection, Steps
 from kvstore_client.incoming import HIT, OPEN, IncomingRecord
@@ -42,6 +42,7 @@ class Begun(NamedTuple):
         deadline_ns: of the call.
         done: content id of each item that has come whole, verified, in frames before.
         begun: as `done`, of each item of which so many bytes from its start have come.
+        places: of all items, in shared memory, where the node puts them: to be settled.
     """
 
     target: TargetId
@@ -50,6 +51,7 @@ class Begun(NamedTuple):
     deadline_ns: int
     done: Mapping[int, bytes] = MappingProxyType({})
     begun: Mapping[int, tuple[bytes, int]] = MappingProxyType({})
+    places: Places | None = None
 
 
 class LoadJob(Job):
@@ -66,6 +68,7 @@ class LoadJob(Job):
     __slots__ = (
         "_accept_pending",
         "_asked",
+        "_begun_places",
         "_checked_slices",
         "_checked_until",
         "_has_run",
@@ -113,6 +116,7 @@ class LoadJob(Job):
         self.received_bytes = 0
         self._has_run = False
         self._is_asked = False
+        self._begun_places: Places | None = None
         self._may_re_ask = True
         self._asked: Sequence[IncomingRecord] = ()
         self._landing: deque[list[list[memoryview]]] = deque()
@@ -135,7 +139,8 @@ class LoadJob(Job):
             self._is_asked = False
             self._asked = self.records
             connection.belongs_to(self)
-            yield from self._receive(connection)
+            places, self._begun_places = self._begun_places, None
+            yield from self._receive(connection) if places is None else self._receive_into(connection, places)
             self._close_if_doubtful(connection)
             return
         chosen: Sequence[int] = range(len(self.records))
@@ -170,6 +175,7 @@ class LoadJob(Job):
 
     def keep(self, begun: Begun) -> None:
         """Before the first run: what of the records has come and matched its checksums."""
+        self._begun_places = begun.places
         for item, content_id in begun.done.items():
             self.records[item].has_come(content_id)
         for item, (content_id, until) in begun.begun.items():
@@ -222,13 +228,18 @@ class LoadJob(Job):
 
     def _ask_into(self, connection: Connection, places: Places) -> Steps:
         """Lets the node write records to where they belong."""
-        regions = connection.regions
+        self._asked = [self.records[at] for at in places.items]
+        request = get_into(self._request(places.items), places.blob)
+        yield from self._receive_into(connection, places, request)
+
+    def _receive_into(self, connection: Connection, places: Places, request: GetInto | None = None) -> Steps:
+        """Receives the answer to a `request` that has named places, once it is sent, and settles them."""
+        regions, asked = connection.regions, self._asked
         assert regions is not None
-        self._asked = asked = [self.records[at] for at in places.items]
         has_ended = False
         try:
-            request = get_into(self._request(places.items), places.blob)
-            yield from connection.start(request, owner=self)
+            if request is not None:
+                yield from connection.start(request, owner=self)
             yield from self._receive(connection)
             has_ended = True
         finally:
@@ -244,11 +255,11 @@ class LoadJob(Job):
             for frame in frames:
                 if frame.type is FrameType.PLACED:
                     self._take_placed(frame)
-                    continue
-                if frame.type is not FrameType.DATA:
+                elif frame.type is FrameType.DATA:
+                    self._take_data(frame)
+                else:
                     self._end(connection.decode(End, frame).statuses, connection)
                     return
-                self._take_data(frame)
                 if frame.is_final:
                     self._end(_END_OF_HITS * len(asked), connection)
                     return

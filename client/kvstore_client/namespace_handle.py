@@ -18,11 +18,12 @@ from kvstore_client import read_verbs, write_verbs
 from kvstore_client.copies import StoreRequest
 from kvstore_client.core import ClientCore
 from kvstore_client.incoming import IncomingRecord
-from kvstore_client.lane import Lanes
+from kvstore_client.lane import Lanes, ReadLane
 from kvstore_client.loads import Begun
 from kvstore_client.match import Match
 from kvstore_client.options import DURABILITIES, WAITS, choice, deadline_after, group_of, pin_ttl_ns
 from kvstore_client.pins import PinHold
+from kvstore_client.placed_lane import PlacedLane
 from kvstore_client.planner import Keys, all_record_keys, as_chain
 from kvstore_client.ranges import Ranges
 from kvstore_client.rdma_places import goes_by_rdma
@@ -241,10 +242,11 @@ class BoundNamespace(NamespaceKeys):
 
         return Match(session.core, answer, self.layout, give_back)
 
-    def _is_placed(self, buffers: Sequence[Item]) -> bool:
-        """Whether the node itself puts records into such memory, as far as a glance tells."""
+    def _placed(self, buffers: Sequence[Item]) -> tuple[bool, bool]:
+        """Whether the node itself puts records into such memory, as far as a glance tells: shared, or by RDMA."""
         core = self._client.session().core
-        return lies_in_shared_memory(core.memory, buffers) or goes_by_rdma(core.rdma, buffers)
+        is_shared = lies_in_shared_memory(core.memory, buffers)
+        return is_shared, not is_shared and goes_by_rdma(core.rdma, buffers)
 
     def get_into(
         self,
@@ -289,7 +291,7 @@ class BoundNamespace(NamespaceKeys):
                 outside the record, unknown shards or parts. Nothing was sent then.
         """
         quick: Begun | int = 0
-        is_placed = self._may_share and self._is_placed(buffers)
+        is_shared, by_rdma = self._placed(buffers) if self._may_share else (False, False)
         if (
             ranges is None
             and layers is None
@@ -299,9 +301,9 @@ class BoundNamespace(NamespaceKeys):
             and soft_deadline is None
             and not accept_pending
             and self._lanes is not None
-            and not is_placed
+            and not by_rdma
         ):
-            done = self._lanes.read(keys, buffers, deadline)
+            done = self._lanes.read(keys, buffers, deadline, PlacedLane if is_shared else ReadLane)
             if isinstance(done, list):
                 return done
             quick = done
@@ -316,8 +318,8 @@ class BoundNamespace(NamespaceKeys):
             soft_ns = self._deadline_ns(soft_deadline, name="soft_deadline")
             is_soft, until_ns = soft_ns < until_ns, min(soft_ns, until_ns)
         is_usual = shape is self._whole_shape and content_ids is None and not accept_pending
-        if begun is None and is_usual and not is_placed:
-            outcome = self._read_straight(session, chain, buffers, until_ns)
+        if begun is None and is_usual and not by_rdma:
+            outcome = self._read_straight(session, chain, buffers, until_ns, is_placed=is_shared)
             if isinstance(outcome, list):
                 return outcome
             begun = outcome
@@ -469,7 +471,7 @@ class BoundNamespace(NamespaceKeys):
         )
 
     def _read_straight(
-        self, session: Session, chain: KeyChain, buffers: Sequence[Item], until_ns: int
+        self, session: Session, chain: KeyChain, buffers: Sequence[Item], until_ns: int, *, is_placed: bool
     ) -> list[Hit | Miss] | Begun | None:
         """Small reads of whole records, quicker; see `straight.read_straight`."""
         shape = self._whole_shape
@@ -484,6 +486,7 @@ class BoundNamespace(NamespaceKeys):
             views=views,
             block_bytes=self._block_bytes,
             deadline_ns=until_ns,
+            is_placed=is_placed,
         )
 
     def _deadline_ns(self, seconds: float | None, *, name: str = "deadline") -> int:

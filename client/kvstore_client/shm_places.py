@@ -10,7 +10,7 @@ from kvstore.errors import KVStoreError
 from kvstore.limits import PAGE_BYTES, PLACES_PER_CALL_MAX, REGIONS_PER_CONNECTION_MAX
 from kvstore.types.results import MissReason
 from kvstore.wire.messages import End, Feature
-from kvstore.wire.shared import Local, LocalReply, Place, Region, RegionDrop, encode_places
+from kvstore.wire.shared import Local, LocalReply, Place, Region, RegionDrop, encode_place, encode_places
 from kvstore_client.incoming import HIT, OPEN
 from kvstore_client.shm import Allocation, SharedMemory, address_of
 from kvstore_client.shm_ways import LocalWay
@@ -18,7 +18,7 @@ from kvstore_client.shm_ways import LocalWay
 if TYPE_CHECKING:
     from kvstore_client.connection import Connection
 
-_PLACED_BYTES_MIN: Final = 128 * 1024
+_PLACED_BYTES_MIN: Final = 16 * 1024
 """Of one call; less is as quick through the socket."""
 _DEADLINE: Final = int(MissReason.DEADLINE)
 
@@ -108,6 +108,29 @@ class ConnectionRegions:
         places.blob = encode_places(encoded)
         return places, rest
 
+    def places_of(self, views: Sequence[memoryview]) -> Places | None:
+        """The places of memory that the node knows already; None when it does not know all of it."""
+        known = self._known
+        if not known or not known <= self._memory.numbers:
+            return None  # some is freed, which the node is to be told
+        find, encoded = self._memory.find, []
+        for view in views:
+            length = len(view)
+            found = find(address_of(view), length)
+            if found is None or found[0].number not in known or (length | found[1]) % PAGE_BYTES:
+                return None
+            encoded.append(encode_place(found[0].number, found[1], length))
+        places = Places()
+        places.found += views
+        places.blob = b"".join(encoded)
+        return places
+
+    def take_back(self, places: Places) -> None:
+        """The request is given up: nothing that the node writes to its places is seen any more."""
+        found, places.found = places.found, []
+        for view in found:
+            self._memory.detach(address_of(view), len(view))
+
     def settle(self, places: Places, records: Sequence[PlacedRecord], *, has_ended: bool) -> None:
         """The request is over, as far as we wait: takes back the places into which the node may still write.
 
@@ -116,7 +139,8 @@ class ConnectionRegions:
             has_ended: END has come: only what it says DEADLINE of is not over (see GET_INTO in docs/protocol.md). Else
                 more may come of everything but hits, also of what we have given up for bytes that were not right.
         """
-        for record, view in zip(records, places.found, strict=True):
+        found, places.found = places.found, []
+        for record, view in zip(records, found, strict=True):
             status = record.status
             if status in (_DEADLINE, OPEN) or (status != HIT and not has_ended):
                 self._memory.detach(address_of(view), len(view))
@@ -158,6 +182,12 @@ class ConnectionRegions:
             self._known -= freed
             blob = b"".join([number.to_bytes(4, "little") for number in freed])
             yield from connection.ask(RegionDrop(regions=blob), End)
+
+
+def take_back(connection: Connection, places: Places) -> None:
+    """As `ConnectionRegions.take_back`, once nobody will read on on the connection."""
+    if isinstance(connection.regions, ConnectionRegions):
+        connection.regions.take_back(places)
 
 
 def learn_way(connection: Connection, local: LocalWay) -> Generator[int, None, bool]:

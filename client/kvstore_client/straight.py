@@ -13,15 +13,18 @@ from operator import attrgetter
 from typing import Final, cast
 
 from kvstore.errors import KVStoreError
-from kvstore.limits import BATCH_ITEMS_MAX, PAYLOAD_BYTES_MAX, SLICE_BYTES_MAX
+from kvstore.limits import BATCH_ITEMS_MAX, PAYLOAD_BYTES_MAX, PLACES_PER_CALL_MAX, SLICE_BYTES_MAX
 from kvstore.types.results import Hit, Miss, hits_of
-from kvstore.wire.expected import LongRecords, get_body, whole_records
+from kvstore.wire.expected import LongRecords, get_body, get_into_body, whole_records
 from kvstore.wire.header import FrameType
 from kvstore_client.blocking import BlockingDriver
+from kvstore_client.connection import Connection
 from kvstore_client.core import ClientCore
 from kvstore_client.inflow import CompiledInflow, Inflow, LongInflow, whole_inflow
 from kvstore_client.loads import Begun, node_deadline_ns
+from kvstore_client.placed_inflow import PlacedInflow
 from kvstore_client.regions import Item, region_of
+from kvstore_client.shm_places import ConnectionRegions, Places, take_back
 
 _facts = attrgetter("format", "ndim", "contiguous", "readonly")
 _FLAT: Final = {("B", 1, True, False)}
@@ -58,6 +61,7 @@ def read_straight(
     views: Sequence[memoryview],
     block_bytes: int,
     deadline_ns: int,
+    is_placed: bool = False,
 ) -> list[Hit | Miss] | Begun | None:
     """Reads records into `views`, from `plain_views`.
 
@@ -65,6 +69,7 @@ def read_straight(
         namespace: Digest.
         keys: Record keys.
         block_bytes: Checksum block that the records have if they were written by the book.
+        is_placed: The node is to put them there itself: it is shared memory.
 
     Returns:
         The hits; or what to go on with; or None when nothing has happened, or the request could not be sent: begin
@@ -81,14 +86,23 @@ def read_straight(
     count, length = len(views), len(views[0])
     connection.deadline_ns = deadline_ns
     is_kept = has_broken = False
+    places: Places | None = None
     try:
         assert connection.welcome is not None, "a connection that is not open was borrowed"
         if count > connection.welcome.batch_items_max:
             return None
-        body = get_body(namespace, keys, node_deadline_ns(deadline_ns - now_ns))
-        request_id = connection.send_at_once(FrameType.GET, body)
-        inflow: Inflow | CompiledInflow
-        if length <= SLICE_BYTES_MAX:
+        inflow: Inflow | CompiledInflow | PlacedInflow
+        if is_placed:
+            places = _places_of(connection, views)
+            if places is None:
+                return None
+            body = get_into_body(namespace, keys, node_deadline_ns(deadline_ns - now_ns), places.blob)
+        else:
+            body = get_body(namespace, keys, node_deadline_ns(deadline_ns - now_ns))
+        request_id = connection.send_at_once(FrameType.GET_INTO if is_placed else FrameType.GET, body)
+        if is_placed:
+            inflow = PlacedInflow(connection, whole_records(length, block_bytes), views, request_id)
+        elif length <= SLICE_BYTES_MAX:
             inflow = whole_inflow(connection, whole_records(length, block_bytes), views, request_id)
         else:
             inflow = LongInflow(connection, LongRecords(length, block_bytes), views, request_id)
@@ -96,7 +110,9 @@ def read_straight(
         if rest is not None:
             connection.give_back_bytes(rest)
             is_kept = True
-            return Begun(target, (link, connection), (), deadline_ns, inflow.done, inflow.begun)
+            begun, places = Begun(target, (link, connection), (), deadline_ns, inflow.done, inflow.begun, places), None
+            return begun
+        places = None
         connection.end_at_once(inflow.epoch)
     except KVStoreError:
         has_broken = True
@@ -106,6 +122,8 @@ def read_straight(
         connection.close()
         raise
     finally:
+        if places is not None:
+            take_back(connection, places)
         if not is_kept:
             driver.give_back(link, connection, time.monotonic_ns(), has_broken=has_broken)
     total = count * length
@@ -116,3 +134,11 @@ def read_straight(
     counters.load_hits += count
     counters.load_bytes += total
     return hits_of(length, inflow.content_ids())
+
+
+def _places_of(connection: Connection, views: Sequence[memoryview]) -> Places | None:
+    """Where the node is to put records; None when it does not know all of the memory, or they are too long."""
+    regions = connection.regions
+    if not isinstance(regions, ConnectionRegions) or not connection.ends_with_data or len(views[0]) > SLICE_BYTES_MAX:
+        return None
+    return regions.places_of(views) if len(views) <= PLACES_PER_CALL_MAX else None

@@ -1,8 +1,8 @@
 """The lane of a connection that asks for one record after the other: one function from the request to the answer.
 
 A GET of one whole record that lies in memory, alone in what was received, on a connection that owes nothing: that is
-answered here, without a frame, a message or a call object, with the checks that the general way makes. Whatever else
-was received stays where it is, for `FrameReader`.
+answered here, without a frame, a message or a call object, with the checks that the general way makes. So is such a
+GET_INTO over shared memory. Whatever else was received stays where it is, for `FrameReader`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Final
 from kvstore.limits import IDLE_WAIT_NS
 from kvstore.telemetry.metrics import Verb
 from kvstore.transport.exchange import AnswerExchange, answer_exchange
+from kvstore.transport.shm_node import ShmNodeChannel
 from kvstore.types.checksum import crc32c
 from kvstore.wire.frames import Frame
 from kvstore.wire.header import HEADER_BYTES
-from kvstore.wire.plain import CRC_AT, GET_START, PLAIN_GETS, data_head, record_head
+from kvstore.wire.plain import CRC_AT, PLAIN_GETS, PLAIN_GETS_INTO, data_head, placed_head, record_head
 
 if TYPE_CHECKING:
     from kvstore.server.connection import Connection, Plane
 
 _GET: Final = int(Verb.GET)
-_KINDS: Final = {kind.frame_bytes: kind for kind in PLAIN_GETS}
+_KINDS: Final = {kind.frame_bytes: kind for kind in (*PLAIN_GETS, *PLAIN_GETS_INTO)}
+_NOTHING: Final = memoryview(b"")
 
 
 class ReadLane:
@@ -36,6 +38,7 @@ class ReadLane:
         "_plane",
         "_reader",
         "_session",
+        "_shared",
         "_view",
         "_writer",
     )
@@ -49,6 +52,7 @@ class ReadLane:
         self._flow = connection.flow
         self._reader = channel.reader
         self._writer = channel.writer
+        self._shared = channel if isinstance(channel, ShmNodeChannel) and connection.shares_memory else None
         self._exchange: AnswerExchange | None = None  # from the first request on: most connections never read
         self._view = memoryview(b"")
         self._namespaces: dict[int, bytes] = {}  # that GETs of these lengths ask, which the exchange knows
@@ -75,8 +79,8 @@ class ReadLane:
             connection.channel.took_none(error)
             return []
         if isinstance(got, tuple):
-            count, request_id, key = got
-            if self._answer(self._namespaces[count], request_id, key):
+            count, request_id, key, place = got
+            if self._answer(self._namespaces[count], request_id, key, place):
                 return None
             return self._reader.advance(count)
         if not got:
@@ -98,18 +102,18 @@ class ReadLane:
         view = self._view
         kind = _KINDS[count]
         start, request_id, sizes, crc, before_key, key, behind_key = kind.unpack_from(view)
-        if start != GET_START or crc32c(view[HEADER_BYTES:count], crc32c(view[:CRC_AT], 0)) != crc:
+        if start != kind.start or crc32c(view[HEADER_BYTES:count], crc32c(view[:CRC_AT], 0)) != crc:
             return False
         namespace = kind.namespace_of(sizes, before_key, behind_key)
-        if namespace is None or not self.may_see(namespace):
+        if namespace is None or not self.may_see(namespace) or (kind.place_bytes and self._shared is None):
             return False
         assert self._exchange is not None, "judged before it was received"
-        self._exchange.learn(count)
+        self._exchange.learn(count, kind.place_bytes)
         self._namespaces[count] = namespace
-        return self._answer(namespace, request_id, key)
+        return self._answer(namespace, request_id, key, bytes(view[count - kind.place_bytes : count]))
 
-    def _answer(self, namespace: bytes, request_id: int, key: bytes) -> bool:
-        """Answers a GET; False, and nothing has happened, when it is not for here."""
+    def _answer(self, namespace: bytes, request_id: int, key: bytes, place: bytes) -> bool:
+        """Answers a GET, or with a place a GET_INTO; False, and nothing has happened, when it is not for here."""
         plane = self._plane
         engine = plane.quick_engine
         if engine is None or not self._session.begin_plain(request_id):
@@ -122,14 +126,21 @@ class ReadLane:
         head = record.reply
         if not head:
             record.reply = head = record_head(record.facts)
+        payload_bytes = len(payload)
+        if place:
+            assert self._shared is not None, "a GET_INTO was learned"
+            into = self._shared.view_of(place)
+            if into is None or len(into) != payload_bytes:
+                return False
+            into[:] = payload
+            head, payload = placed_head(head), _NOTHING
         connection = self._connection
         assert self._exchange is not None, "answered before it was received"
         try:
             count = self._exchange.answer(head, payload, request_id, plane.epoch)
         except OSError as error:
             count = connection.channel.took_none(error)
-        payload_bytes = len(payload)
-        if count != len(head) + payload_bytes:
+        if count != len(head) + len(payload):
             record.hold()
             head = data_head(head, request_id, plane.epoch)
             connection.send_rest(head, payload, sent_bytes=count, on_sent=record.release)

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING
 
 from kvstore.engine.api import Engine, ReadSpec
 from kvstore.errors import InvalidRequest
-from kvstore.limits import DIGEST_BYTES
+from kvstore.limits import DIGEST_BYTES, FRAME_PAYLOAD_BYTES_MAX
 from kvstore.server.batch import unpack_u32
 from kvstore.server.call import end_absent
-from kvstore.server.place_reads import PlaceCall
+from kvstore.server.place_reads import PlaceCall, PlacedMemoryCall
 from kvstore.server.puts import start_offer
+from kvstore.server.reads import release_all
 from kvstore.telemetry.metrics import Verb
 from kvstore.transport.base import PlaceChannel
+from kvstore.transport.shm_node import ShmNodeChannel
 from kvstore.types.results import Refused
+from kvstore.wire.expected import plain_get_into
 from kvstore.wire.messages import End
 from kvstore.wire.shared import GetInto, OfferFrom, RegionDrop, decode_places, grouped
 
@@ -34,6 +37,11 @@ def drop_regions(connection: Connection, body: bytes | bytearray) -> None:
 def start_get_into(connection: Connection, body: bytes | bytearray, engine: Engine, *, now_ns: int) -> bool:
     """Begins a GET_INTO; True when the engine has something left to do. Raises InvalidRequest."""
     channel = _channel_of(connection)
+    if isinstance(channel, ShmNodeChannel) and connection.ends_with_data:
+        plain = plain_get_into(body)
+        if plain is not None and _place_from_memory(connection, channel, engine, *plain, now_ns=now_ns):
+            connection.metrics.calls[Verb.GET] += 1
+            return False
     get = GetInto.decode(body)
     connection.metrics.calls[Verb.GET] += 1
     count = len(get.keys) // DIGEST_BYTES
@@ -56,6 +64,44 @@ def start_get_into(connection: Connection, body: bytes | bytearray, engine: Engi
         places=None if get.verify else places,
     )
     return not call.start(engine, spec, now_ns)
+
+
+def _place_from_memory(
+    connection: Connection,
+    channel: ShmNodeChannel,
+    engine: Engine,
+    asked: tuple[bytes, bytes, int],
+    places: bytes,
+    *,
+    now_ns: int,
+) -> bool:
+    """Answers a GET_INTO of shared memory when all of it lies in ours and the connection is free; else False."""
+    digest, keys, deadline_ns = asked
+    namespace = engine.namespace(digest)
+    if namespace is None or not keys or not deadline_ns or not connection.can_answer_at_once:
+        return False
+    records = engine.take_cached(namespace, keys, now_ns=now_ns, bytes_max=FRAME_PAYLOAD_BYTES_MAX)
+    if records is None:
+        return False
+    count = len(keys) // DIGEST_BYTES
+    try:
+        views = channel.place_into(decode_places(places), connection.session.request_id, count=count)
+    except InvalidRequest:
+        release_all(records)
+        raise
+    connection.call = PlacedMemoryCall(
+        connection,
+        engine,
+        namespace,
+        keys,
+        records,
+        channel=channel,
+        places=views,
+        now_ns=now_ns,
+        deadline_ns=now_ns + deadline_ns,
+    )
+    connection.send_now()
+    return True
 
 
 def start_offer_from(

@@ -51,7 +51,7 @@ class ReadCall(PieceCall):
         """Begins with the items behind the first `sent`, whose keys are the spec's: those have been sent already."""
         self._statuses[:sent] = bytes(sent)
         self._is_whole = True
-        self._handle = engine.read(spec, _Behind(self, sent), now_ns=now_ns)
+        self._handle = engine.read(spec, Behind(self, sent), now_ns=now_ns)
         self._starting = False
 
     def start(self, engine: Engine, spec: ReadSpec, now_ns: int) -> bool:
@@ -158,7 +158,7 @@ class ReadCall(PieceCall):
         self._queue(slices, payload, total, sent)
 
     def _queue(self, slices: list[Slice], payload: list[memoryview], total: int, sent: list[ReadyItem]) -> None:
-        self._push(encode_slices(slices), len(slices), payload, total, partial(_release, sent))
+        self._push(encode_slices(slices), len(slices), payload, total, partial(release_all, sent))
 
     def _push(self, body: bytes, count: int, payload: list[memoryview], total: int, on_sent: OnSent) -> None:
         """Queues a frame; the last one of a call without a miss ends it."""
@@ -208,10 +208,10 @@ class ReadCall(PieceCall):
         super()._end()
 
 
-class _Behind:
+class Behind:
     """Sink of the items behind the first ones of a batch: their indices become those of the batch."""
 
-    def __init__(self, call: ReadCall, first: int) -> None:
+    def __init__(self, call: PieceCall, first: int) -> None:
         self._call = call
         self._first = first
         self.finished = call.finished
@@ -271,14 +271,20 @@ class MemoryCall(Call):
             if records is None:
                 self._go_on()
                 return
-        slices, payload, total = _frame_of(records, self._at)
+        slices, payload, total = frame_of(records, self._at)
         self._step = len(records)
         self._at += len(records)
+        if self._at == self._count:
+            self._metrics.loaded_records += self._count
+        self._send(slices, payload, total, partial(release_all, records))
+
+    def _send(self, slices: list[Slice], payload: list[memoryview], total: int, on_sent: OnSent) -> None:
+        """Queues a frame; the last one ends the call."""
+        connection = self.connection
         if self._at == self._count:
             self.over = True
             connection.end_with_data(self)
             self._metrics.get_ns.observe(connection.clock() - self.started_ns)
-            self._metrics.loaded_records += self._count
         else:
             connection.session.send(FrameType.DATA)
         connection.channel.writer.push_slices(
@@ -288,7 +294,7 @@ class MemoryCall(Call):
             payload_bytes=total,
             epoch=connection.epoch,
             is_final=self.over,
-            on_sent=partial(_release, records),
+            on_sent=on_sent,
         )
         self._metrics.sent_bytes[connection.flow] += total
 
@@ -303,7 +309,7 @@ class MemoryCall(Call):
     def release(self) -> None:
         records, self._records = self._records, None
         if records is not None:
-            _release(records)
+            release_all(records)
 
     def _go_on(self) -> None:
         connection, now_ns = self.connection, self.connection.now_ns
@@ -372,7 +378,7 @@ def _answer_from_memory(
         )
         connection.send_now()
         return True
-    slices, payload, total = _frame_of(records, 0)
+    slices, payload, total = frame_of(records, 0)
     head = encode_head(
         FrameType.DATA,
         connection.session.request_id,
@@ -381,7 +387,7 @@ def _answer_from_memory(
         epoch=connection.epoch,
         flags=len(slices) | FLAG_FINAL,
     )
-    connection.send_final_data(head, payload, total, partial(_release, records))
+    connection.send_final_data(head, payload, total, partial(release_all, records))
     metrics = connection.metrics
     metrics.sent_bytes[connection.flow] += total
     metrics.get_ns.observe(connection.clock() - now_ns)
@@ -389,7 +395,7 @@ def _answer_from_memory(
     return True
 
 
-def _frame_of(records: Sequence[CachedItem], first: int) -> tuple[list[Slice], list[memoryview], int]:
+def frame_of(records: Sequence[CachedItem], first: int) -> tuple[list[Slice], list[memoryview], int]:
     """Slices, payload and its length of a frame of whole records, the first of which is item `first`."""
     slices: list[Slice] = []
     payload: list[memoryview] = []
@@ -405,6 +411,7 @@ def _frame_of(records: Sequence[CachedItem], first: int) -> tuple[list[Slice], l
     return slices, payload, total
 
 
-def _release(sent: Sequence[ReadyItem | CachedItem]) -> None:
+def release_all(sent: Sequence[ReadyItem | CachedItem]) -> None:
+    """Gives back what has been sent, or will not be."""
     for item in sent:
         item.release()

@@ -2,8 +2,8 @@
  * kvstore.transport._exchange: the two ends of a read of one record, each a call or two; see kvstore/transport/exchange.py, which
  * holds the same in Python and says what is returned.
  *
- *   ReadExchange    the client's: send(handle, id, epoch, key), receive(handle, id, view);
- *   AnswerExchange  the node's: receive(), learn(count), answer(body, payload, id, epoch).
+ *   ReadExchange    the client's: send(handle, id, epoch, key, place), receive(handle, id, view);
+ *   AnswerExchange  the node's: receive(), learn(count, place_bytes), answer(body, payload, id, epoch).
  *
  * What keeps this sound:
  *   - nothing is decoded: a frame is compared with the one that is expected, byte for byte but for the fields that may
@@ -25,7 +25,7 @@
 #error "the wire's words are little endian"
 #endif
 
-#define KV_INTERFACE 1 /* of this module to its Python half; raise it, and kvstore/types/compiled.py, with each change of either */
+#define KV_INTERFACE 2 /* of this module to its Python half; raise it, and kvstore/types/compiled.py, with each change of either */
 #define KV_ID_AT 4          /* of the request id, docs/protocol.md "Header" */
 #define KV_SIZES_AT 8
 #define KV_EPOCH_AT 16
@@ -39,7 +39,7 @@
 #define KV_HEAD_MAX 4096    /* header, slice and CRC table of one record */
 #define KV_FIRST 8192       /* of a payload, sent first: the peer wakes up while the rest is copied */
 #define KV_SPLIT_MIN 32768  /* payload for which that pays */
-#define KV_FORMS 2          /* kinds of GET that a node compares with */
+#define KV_FORMS 4          /* kinds of request that a node compares with */
 #define KV_DESCRIPTORS 16   /* that may come with one receive; more are closed by the kernel, and it says so */
 
 static uint32_t crc_words[256];
@@ -101,18 +101,20 @@ static PyObject *os_error(void)
 typedef struct {
     PyObject_HEAD
     PyObject *frame, *head; /* bytes; NULL before __init__ */
-    Py_ssize_t frame_bytes, key_at, head_bytes, record_bytes;
+    Py_ssize_t frame_bytes, key_at, place_bytes, head_bytes, record_bytes;
 } Read;
 
 static int read_init(Read *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"frame", "head", "key_at", "record_bytes", NULL};
+    static char *names[] = {"frame", "head", "key_at", "place_bytes", "record_bytes", NULL};
     PyObject *frame, *head;
-    Py_ssize_t key_at, record_bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$SSnn", names, &frame, &head, &key_at, &record_bytes))
+    Py_ssize_t key_at, place_bytes, record_bytes;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$SSnnn", names, &frame, &head, &key_at, &place_bytes,
+                                     &record_bytes))
         return -1;
-    if (PyBytes_GET_SIZE(frame) > KV_HEAD_MAX || key_at < KV_HEADER || key_at > PyBytes_GET_SIZE(frame) - KV_KEY ||
-        PyBytes_GET_SIZE(head) > KV_HEAD_MAX || PyBytes_GET_SIZE(head) <= KV_HEADER + KV_SLICE || record_bytes < 1) {
+    if (PyBytes_GET_SIZE(frame) > KV_HEAD_MAX || key_at < KV_HEADER || place_bytes < 0 || place_bytes > KV_HEAD_MAX ||
+        key_at > PyBytes_GET_SIZE(frame) - place_bytes - KV_KEY || PyBytes_GET_SIZE(head) > KV_HEAD_MAX ||
+        PyBytes_GET_SIZE(head) <= KV_HEADER + KV_SLICE || record_bytes < 0 || (!record_bytes && !place_bytes)) {
         PyErr_SetString(PyExc_ValueError, "no frames of one record");
         return -1;
     }
@@ -122,6 +124,7 @@ static int read_init(Read *self, PyObject *args, PyObject *kwargs)
     Py_XSETREF(self->head, head);
     self->frame_bytes = PyBytes_GET_SIZE(frame);
     self->key_at = key_at;
+    self->place_bytes = place_bytes;
     self->head_bytes = PyBytes_GET_SIZE(head);
     self->record_bytes = record_bytes;
     return 0;
@@ -144,7 +147,7 @@ static int counts_args(Py_ssize_t count, Py_ssize_t wanted)
 
 static PyObject *read_send(Read *self, PyObject *const *args, Py_ssize_t count)
 {
-    if (!counts_args(count, 4))
+    if (!counts_args(count, 5))
         return NULL;
     long handle = PyLong_AsLong(args[0]);
     unsigned long id = PyLong_AsUnsignedLong(args[1]);
@@ -155,12 +158,17 @@ static PyObject *read_send(Read *self, PyObject *const *args, Py_ssize_t count)
         PyErr_SetString(PyExc_ValueError, "a key has 32 bytes");
         return NULL;
     }
+    if (!PyBytes_Check(args[4]) || PyBytes_GET_SIZE(args[4]) != self->place_bytes) {
+        PyErr_SetString(PyExc_ValueError, "a place of another length than the request has room for");
+        return NULL;
+    }
     unsigned char frame[KV_HEAD_MAX];
     uint32_t id_word = (uint32_t)id, crc;
     memcpy(frame, PyBytes_AS_STRING(self->frame), self->frame_bytes);
     memcpy(frame + KV_ID_AT, &id_word, 4);
     memcpy(frame + KV_EPOCH_AT, &epoch, 8);
     memcpy(frame + self->key_at, PyBytes_AS_STRING(args[3]), KV_KEY);
+    memcpy(frame + self->frame_bytes - self->place_bytes, PyBytes_AS_STRING(args[4]), self->place_bytes);
     crc = head_crc(frame, self->frame_bytes);
     memcpy(frame + KV_CRC_AT, &crc, 4);
     ssize_t sent;
@@ -274,6 +282,7 @@ static PyTypeObject read_type = {
 /* --- the node's end --------------------------------------------------------------------------------------------- */
 struct form {
     Py_ssize_t frame_bytes; /* 0: none */
+    Py_ssize_t place_bytes; /* of these, at the end */
     unsigned char frame[256];
 };
 
@@ -393,19 +402,23 @@ static PyObject *answer_receive(Answer *self, PyObject *Py_UNUSED(none))
         if (count == form->frame_bytes && count && !memcmp(frame, form->frame, KV_ID_AT) &&
             !memcmp(frame + KV_SIZES_AT, form->frame + KV_SIZES_AT, KV_CRC_AT - KV_SIZES_AT) &&
             !memcmp(frame + KV_HEADER, form->frame + KV_HEADER, (size_t)(key_at - KV_HEADER)) &&
-            !memcmp(frame + behind, form->frame + behind, (size_t)(count - behind)) &&
+            !memcmp(frame + behind, form->frame + behind, (size_t)(count - form->place_bytes - behind)) &&
             head_crc(frame, (size_t)count) == u32_at(frame + KV_CRC_AT))
-            return Py_BuildValue("nky#", (Py_ssize_t)count, (unsigned long)u32_at(frame + KV_ID_AT),
-                                 (char *)frame + key_at, (Py_ssize_t)KV_KEY);
+            return Py_BuildValue("nky#y#", (Py_ssize_t)count, (unsigned long)u32_at(frame + KV_ID_AT),
+                                 (char *)frame + key_at, (Py_ssize_t)KV_KEY,
+                                 (char *)frame + count - form->place_bytes, form->place_bytes);
     return PyLong_FromSsize_t(count);
 }
 
-static PyObject *answer_learn(Answer *self, PyObject *argument)
+static PyObject *answer_learn(Answer *self, PyObject *const *args, Py_ssize_t argument_count)
 {
-    Py_ssize_t count = PyLong_AsSsize_t(argument);
+    if (!counts_args(argument_count, 2))
+        return NULL;
+    Py_ssize_t count = PyLong_AsSsize_t(args[0]), place_bytes = PyLong_AsSsize_t(args[1]);
     if (PyErr_Occurred() || !is_made(self))
         return NULL;
-    if (count < self->key_at + KV_KEY || count > self->view.len || count > (Py_ssize_t)sizeof self->forms[0].frame) {
+    if (count < self->key_at + KV_KEY || count > self->view.len || count > (Py_ssize_t)sizeof self->forms[0].frame ||
+        place_bytes < 0 || place_bytes > count - self->key_at - KV_KEY) {
         PyErr_SetString(PyExc_ValueError, "no GET of one record has this length");
         return NULL;
     }
@@ -416,6 +429,7 @@ static PyObject *answer_learn(Answer *self, PyObject *argument)
     if (form == &self->forms[self->form_next])
         self->form_next = (self->form_next + 1) % KV_FORMS;
     form->frame_bytes = count;
+    form->place_bytes = place_bytes;
     memcpy(form->frame, self->view.buf, (size_t)count);
     Py_RETURN_NONE;
 }
@@ -468,7 +482,7 @@ static PyObject *answer_answer(Answer *self, PyObject *const *args, Py_ssize_t c
 
 static PyMethodDef answer_methods[] = {
     {"receive", (PyCFunction)answer_receive, METH_NOARGS, "See exchange.AnswerExchange."},
-    {"learn", (PyCFunction)answer_learn, METH_O, "See exchange.AnswerExchange."},
+    {"learn", (PyCFunction)(void (*)(void))answer_learn, METH_FASTCALL, "See exchange.AnswerExchange."},
     {"answer", (PyCFunction)(void (*)(void))answer_answer, METH_FASTCALL, "See exchange.AnswerExchange."},
     {NULL},
 };
@@ -520,8 +534,8 @@ PyMODINIT_FUNC PyInit__exchange(void)
 #endif
     PyObject *made = PyModule_Create(&module);
     if (!made || PyModule_AddType(made, &read_type) < 0 || PyModule_AddType(made, &answer_type) < 0 ||
-        PyModule_AddIntConstant(made, "INTERFACE", KV_INTERFACE) < 0 ||
         PyModule_AddIntConstant(made, "HEAD_BYTES_MAX", KV_HEAD_MAX) < 0 ||
+        PyModule_AddIntConstant(made, "INTERFACE", KV_INTERFACE) < 0 ||
         PyModule_AddIntConstant(made, "DESCRIPTORS_MAX", KV_DESCRIPTORS) < 0) {
         Py_XDECREF(made);
         return NULL;

@@ -1,5 +1,7 @@
 """The two ends of a read of one record that is answered at once: request and answer, each sent and received in a step.
 
+The record comes behind the answer, or lies in shared memory where the request says that it belongs.
+
 Compiled when the extension is there (`_exchange.c`), in Python otherwise: the same frames, the same checks, the same
 tests. In both nothing is believed that was not compared, and whatever is not the one frame that is expected is handed
 back as it came, for `FrameReader`, which knows every frame.
@@ -15,9 +17,9 @@ from typing import Final, Protocol, TypeAlias
 from kvstore.limits import CHECKSUM_BYTES_MIN, DIGEST_BYTES, REGION_DESCRIPTORS_WAITING_MAX, SLICE_BYTES_MAX
 from kvstore.types.checksum import crc32c
 from kvstore.types.compiled import require_interface
-from kvstore.wire.expected import DATA_START
 from kvstore.wire.header import HEADER_BYTES
 from kvstore.wire.plain import CRC_AT, DATA_FLAGS, GET_KEY_AT, GetFrames, PlainData, data_head, plain_data
+from kvstore.wire.shared import PLACE_BYTES
 from kvstore.wire.slices import DESCRIPTOR_BYTES
 
 try:
@@ -34,7 +36,7 @@ else:
     assert REGION_DESCRIPTORS_WAITING_MAX <= _exchange.DESCRIPTORS_MAX
 
 _SEND_FLAGS: Final = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
-_FORMS_MAX: Final = 2  # kinds of GET that a node compares with: deadlines of four bytes and of eight
+_FORMS_MAX: Final = 4  # kinds of request that a node compares with: deadlines of four bytes and of eight
 _BEHIND_KEY_AT: Final = GET_KEY_AT + DIGEST_BYTES
 _u32: Final = struct.Struct("<I").unpack_from
 _Head = tuple[bytearray, memoryview, memoryview]
@@ -52,16 +54,20 @@ Answer: TypeAlias = tuple[int, int, bytes, bytes]
 class ReadExchange(Protocol):
     """The client's end: reads of records of one namespace, length, checksum block and deadline. Thread-safe."""
 
-    def send(self, handle: Handle, request_id: int, epoch: int, key: bytes, /) -> bool:
-        """Sends a GET; False when the socket did not take all of it, and is of no use any more. Raises OSError."""
+    def send(self, handle: Handle, request_id: int, epoch: int, key: bytes, place: bytes, /) -> bool:
+        """Sends a request; False when the socket did not take all of it, and is of no use any more. Raises OSError.
+
+        Args:
+            place: Of the record, in shared memory; b"" for GET.
+        """
 
     def receive(self, handle: Handle, request_id: int, view: memoryview, /) -> Answer | bytes | None:
         """Receives the answer: the head, and of the payload what is there.
 
         Args:
             handle: Blocking, with a timeout.
-            request_id: Of the GET.
-            view: Where the record belongs; exactly as long.
+            request_id: Of the request.
+            view: Where the record belongs; exactly as long. Empty when it does not come here.
 
         Returns:
             The answer, when every byte of its head is as it must be. The payload has not been checked. Else the bytes
@@ -77,22 +83,25 @@ class ReadExchange(Protocol):
 class AnswerExchange(Protocol):
     """The node's end, for one connection."""
 
-    def receive(self) -> tuple[int, int, bytes] | int:
+    def receive(self) -> tuple[int, int, bytes, bytes] | int:
         """Receives once into the view that it was given.
 
         Returns:
-            How much has come, request id and key, when it is exactly one GET, in all other bytes like one that was
-            learned, with the right checksum. Else how much has come.
+            How much has come, request id, key and place, when it is exactly one request, in all other bytes like one
+            that was learned, with the right checksum. Else how much has come.
 
         Raises:
             OSError: As `socket.recv_into` of a non-blocking socket.
         """
 
-    def learn(self, frame_bytes: int, /) -> None:
-        """The GET of this length in the view was judged: those like it need not be."""
+    def learn(self, frame_bytes: int, place_bytes: int, /) -> None:
+        """The request of this length in the view was judged: those like it need not be. Its last bytes are a place."""
 
     def answer(self, head: bytes, payload: memoryview, request_id: int, epoch: int, /) -> int:
-        """Sends a head as `plain.record_head` makes it, and the payload; says how much of both. Raises OSError."""
+        """Sends a head as `plain.record_head` or `placed_head` makes it, and the payload, which may be empty.
+
+        Says how much of both. Raises OSError.
+        """
 
 
 def handle_of(connected: socket.socket) -> Handle:
@@ -100,7 +109,9 @@ def handle_of(connected: socket.socket) -> Handle:
     return connected.fileno() if IS_COMPILED else connected
 
 
-def read_exchange(namespace: bytes, deadline_ns: int, *, record_bytes: int, block_bytes: int) -> ReadExchange:
+def read_exchange(
+    namespace: bytes, deadline_ns: int, *, record_bytes: int, block_bytes: int, is_placed: bool = False
+) -> ReadExchange:
     """The client's end.
 
     Args:
@@ -108,12 +119,20 @@ def read_exchange(namespace: bytes, deadline_ns: int, *, record_bytes: int, bloc
         deadline_ns: That the node is told.
         record_bytes: Of each record; above 0, at most SLICE_BYTES_MAX.
         block_bytes: Checksum block that the records have if they were written by the book.
+        is_placed: It is GET_INTO: the records come to their places in shared memory.
     """
-    gets, data = GetFrames(namespace, deadline_ns), plain_data(record_bytes, block_bytes)
+    gets = GetFrames(namespace, deadline_ns, is_placed=is_placed)
+    data = plain_data(record_bytes, block_bytes, is_placed=is_placed)
     if not IS_COMPILED:
         return PureReadExchange(gets, data)
-    frame = gets.encode(bytes(DIGEST_BYTES), 0, 0)
-    return _exchange.ReadExchange(frame=frame, head=data.example, key_at=GET_KEY_AT, record_bytes=record_bytes)
+    place_bytes = PLACE_BYTES if is_placed else 0
+    return _exchange.ReadExchange(
+        frame=gets.encode(bytes(DIGEST_BYTES), 0, 0, bytes(place_bytes)),
+        head=data.example,
+        key_at=GET_KEY_AT,
+        place_bytes=place_bytes,
+        record_bytes=0 if is_placed else record_bytes,
+    )
 
 
 def answer_exchange(
@@ -144,10 +163,10 @@ class PureReadExchange:
         self._data = data
         self._heads: list[_Head] = []  # memory for heads, of the calls that are over
 
-    def send(self, handle: Handle, request_id: int, epoch: int, key: bytes, /) -> bool:
+    def send(self, handle: Handle, request_id: int, epoch: int, key: bytes, place: bytes, /) -> bool:
         """See `ReadExchange`."""
         assert not isinstance(handle, int), "a handle of the compiled exchange"
-        frame = self._encode(key, request_id, epoch)
+        frame = self._encode(key, request_id, epoch, place)
         return handle.send(frame, _SEND_FLAGS) == len(frame)
 
     def receive(self, handle: Handle, request_id: int, view: memoryview, /) -> Answer | bytes | None:
@@ -160,7 +179,7 @@ class PureReadExchange:
         if (
             count < data.head_bytes
             or answered_id != request_id
-            or start != DATA_START
+            or start != data.start
             or sizes != data.sizes
             or flags != DATA_FLAGS
             or before != data.before
@@ -187,37 +206,37 @@ class PureAnswerExchange:
         self._receive = connected.recv_into
         self._send = connected.sendmsg
         self._view = view
-        self._forms: dict[int, tuple[bytes, bytes, bytes, bytes]] = {}
+        self._forms: dict[int, tuple[int, tuple[bytes, bytes, bytes, bytes]]] = {}
 
-    def receive(self) -> tuple[int, int, bytes] | int:
+    def receive(self) -> tuple[int, int, bytes, bytes] | int:
         """See `AnswerExchange`."""
         view = self._view
         count = self._receive(view)
-        form = self._forms.get(count)
+        place_at, form = self._forms.get(count, (0, None))
         if (
             form is None
-            or form != self._parts(count)
+            or form != self._parts(place_at)
             or crc32c(view[HEADER_BYTES:count], crc32c(view[:CRC_AT], 0)) != _u32(view, CRC_AT)[0]
         ):
             return count
-        return count, _u32(view, 4)[0], bytes(view[GET_KEY_AT:_BEHIND_KEY_AT])
+        return count, _u32(view, 4)[0], bytes(view[GET_KEY_AT:_BEHIND_KEY_AT]), bytes(view[place_at:count])
 
-    def learn(self, frame_bytes: int, /) -> None:
+    def learn(self, frame_bytes: int, place_bytes: int, /) -> None:
         """See `AnswerExchange`."""
         if len(self._forms) >= _FORMS_MAX and frame_bytes not in self._forms:
             self._forms.clear()
-        self._forms[frame_bytes] = self._parts(frame_bytes)
+        self._forms[frame_bytes] = frame_bytes - place_bytes, self._parts(frame_bytes - place_bytes)
 
     def answer(self, head: bytes, payload: memoryview, request_id: int, epoch: int, /) -> int:
         """See `AnswerExchange`."""
         return self._send((data_head(head, request_id, epoch), payload))
 
-    def _parts(self, count: int) -> tuple[bytes, bytes, bytes, bytes]:
-        """All of a GET but its request id, checksum and key."""
+    def _parts(self, end: int) -> tuple[bytes, bytes, bytes, bytes]:
+        """All of a request but its request id, checksum, key and place."""
         view = self._view
         return (
             bytes(view[:4]),
             bytes(view[8:CRC_AT]),
             bytes(view[HEADER_BYTES:GET_KEY_AT]),
-            bytes(view[_BEHIND_KEY_AT:count]),
+            bytes(view[_BEHIND_KEY_AT:end]),
         )

@@ -22,7 +22,7 @@ from kvstore.transport.shm_regions import MappedMemory, Regions
 from kvstore.transport.tcp_node import OtherPayload, TcpNodeChannel
 from kvstore.wire.body import MemoryBudget
 from kvstore.wire.header import FrameType
-from kvstore.wire.shared import Place, Region
+from kvstore.wire.shared import Place, Region, decode_place
 from kvstore.wire.slices import Slice
 
 _FD_BYTES: Final = array.array("i").itemsize
@@ -152,6 +152,13 @@ class ShmNodeChannel(TcpNodeChannel):
         self._places_id = request_id
         return views
 
+    def view_of(self, place: bytes) -> memoryview | None:
+        """The memory of one place as it stands in a request; None when it lies outside of the client's regions."""
+        try:
+            return self._regions.view(decode_place(place))
+        except InvalidRequest:
+            return None
+
     def take_from(self, places: Sequence[Place], request_id: int, *, count: int) -> None:
         """See `PlaceChannel`; one place for each item."""
         self._taken_from = self._views_of(places, count)
@@ -190,10 +197,28 @@ class ShmNodeChannel(TcpNodeChannel):
         epoch: int = 0,
         on_sent: Callable[[], None],
     ) -> None:
-        """Copies what does not lie in its place yet, then queues one PLACED frame."""
+        """As `put_in_place`, of a request that has named places; else as over TCP."""
         if request_id != self._places_id:
             super().deliver(slices, payload, request_id, payload_bytes=payload_bytes, epoch=epoch, on_sent=on_sent)
             return
+        self.put_in_place(slices, payload, request_id, epoch=epoch, is_final=False, on_sent=on_sent)
+
+    def put_in_place(
+        self,
+        slices: Sequence[Slice],
+        payload: Sequence[memoryview],
+        request_id: int,
+        *,
+        epoch: int,
+        is_final: bool,
+        on_sent: Callable[[], None],
+    ) -> None:
+        """As `deliver`: copies what does not lie in its place yet, then queues one PLACED frame.
+
+        Args:
+            is_final: every item of the call is a hit, and nothing follows.
+        """
+        assert request_id == self._places_id, "places of another request"
         places = self._places
         pieces = iter(payload)
         for one in slices:
@@ -203,7 +228,15 @@ class ShmNodeChannel(TcpNodeChannel):
             # a record that has no room is told and not written: the client knows what it has room for
             if piece.obj is not place.obj and one.record_bytes <= len(place):
                 place[one.offset : one.offset + one.length_bytes] = piece
-        self.writer.push_slices(slices, (), request_id, payload_bytes=0, frame_type=FrameType.PLACED, epoch=epoch)
+        self.writer.push_slices(
+            slices,
+            (),
+            request_id,
+            payload_bytes=0,
+            frame_type=FrameType.PLACED,
+            epoch=epoch,
+            is_final=is_final,
+        )
         on_sent()
 
     def fetch(

@@ -7,6 +7,7 @@ it belongs. Whatever else comes is no fault: it is read again by `FrameReader`, 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -15,17 +16,20 @@ from kvstore.limits import (
     BATCH_ITEMS_MAX,
     DIGEST_BYTES,
     FRAME_PAYLOAD_BYTES_MAX,
+    PLACES_PER_CALL_MAX,
     REQUEST_NS_MAX,
     SLICES_PER_FRAME_MAX,
 )
 from kvstore.types.checksum import crc32c
 from kvstore.wire.codec import pack_fields, unpack_fields
 from kvstore.wire.header import HEADER_BYTES, MAGIC, VERSION, FrameType
+from kvstore.wire.shared import PLACE_BYTES
 from kvstore.wire.slices import DESCRIPTOR_BYTES, FLAG_FINAL, FLAG_LAST, Slice, decode_slices
 
 _PLAIN: Final = (b"", b"", b"", 0, False, False)  # the fields of a GET behind its deadline: whole records, any copy
 _GET_FIELDS: Final = 3 + len(_PLAIN)
 DATA_START: Final = MAGIC + bytes([VERSION, FrameType.DATA])
+PLACED_START: Final = MAGIC + bytes([VERSION, FrameType.PLACED])
 _HEADER: Final = struct.Struct("<4sIIIQII")
 _SLICE: Final = struct.Struct("<I16s16s12s")  # item, what stands before the content id, that, what stands behind it
 _BEFORE_ID: Final = struct.Struct("<QIBBH")
@@ -41,10 +45,27 @@ def get_body(namespace: bytes, keys: bytes, deadline_ns: int) -> bytes:
     return pack_fields((namespace, keys, deadline_ns, *_PLAIN))
 
 
+def get_into_body(namespace: bytes, keys: bytes, deadline_ns: int, places: bytes) -> bytes:
+    """As `get_body`, of GET_INTO."""
+    return pack_fields((namespace, keys, deadline_ns, *_PLAIN, places))
+
+
 def plain_get(body: bytes | bytearray) -> tuple[bytes, bytes, int] | None:
     """Namespace, keys and deadline of a body as `get_body` makes it; None for any other GET: `Get.decode` judges it."""
-    fields = unpack_fields(body, what="GET")
-    if len(fields) != _GET_FIELDS or fields[3:] != _PLAIN:
+    return _plain_fields(unpack_fields(body, what="GET"))
+
+
+def plain_get_into(body: bytes | bytearray) -> tuple[tuple[bytes, bytes, int], bytes] | None:
+    """What `plain_get` tells, and the places, of a body as `get_into_body` makes it; None for any other GET_INTO."""
+    fields = unpack_fields(body, what="GET_INTO")
+    plain, places = _plain_fields(fields[:-1]), fields[-1] if fields else b""
+    if plain is None or type(places) is not bytes or len(places) * DIGEST_BYTES != len(plain[1]) * PLACE_BYTES:
+        return None
+    return (plain, places) if len(places) <= PLACES_PER_CALL_MAX * PLACE_BYTES else None
+
+
+def _plain_fields(fields: Sequence[object]) -> tuple[bytes, bytes, int] | None:
+    if len(fields) != _GET_FIELDS or tuple(fields[3:]) != _PLAIN:
         return None
     namespace, keys, deadline_ns, _, _, _, credit_bytes, accept_pending, verify = fields
     if (
@@ -64,7 +85,7 @@ def plain_get(body: bytes | bytearray) -> tuple[bytes, bytes, int] | None:
 
 
 class WholeRecords:
-    """The DATA frames that bring whole records of one length, in any order and grouping.
+    """The DATA and PLACED frames that bring whole records of one length, in any order and grouping.
 
     Attributes:
         record_bytes: of each record.
@@ -104,6 +125,32 @@ class WholeRecords:
         ):
             return count, body_bytes, count != flags
         return None
+
+    def begin_placed(self, head: memoryview, request_id: int) -> tuple[int, int, bool] | None:
+        """As `begin`, of a PLACED frame."""
+        start, answered_id, body_bytes, payload_bytes, _, flags, _ = _HEADER.unpack(head)
+        count = flags & ~FLAG_FINAL
+        if (
+            start == PLACED_START
+            and answered_id == request_id
+            and 0 < count <= SLICES_PER_FRAME_MAX
+            and body_bytes == count * self._slice_bytes
+            and not payload_bytes
+        ):
+            return count, body_bytes, count != flags
+        return None
+
+    def open_placed(
+        self, head: memoryview, body: memoryview, count: int
+    ) -> tuple[tuple[int, ...], tuple[bytes, ...], memoryview] | None:
+        """As `open`; the CRC words of all records as one table."""
+        if not _is_as_sent(head, body):
+            return None
+        at = count * DESCRIPTOR_BYTES
+        items, befores, content_ids, rests = zip(*_SLICE.iter_unpack(body[:at]), strict=True)
+        if befores.count(self.before_id) != count or rests.count(self.after_id) != count:
+            return None
+        return items, content_ids, body[at:]
 
     def open(
         self, head: bytearray, body: bytearray, count: int
@@ -173,11 +220,11 @@ class LongRecords:
         return slices
 
 
-def _is_as_sent(head: bytearray, body: bytearray) -> bool:
+def _is_as_sent(head: bytearray | memoryview, body: bytearray | memoryview) -> bool:
     return crc32c(body, crc32c(head[:_CRC_AT])) == int.from_bytes(head[_CRC_AT:], "little")
 
 
-def epoch_of(head: bytearray) -> int:
+def epoch_of(head: bytearray | memoryview) -> int:
     """The node's view, as the header of any frame names it."""
     return int.from_bytes(head[_EPOCH_AT : _EPOCH_AT + 8], "little")
 

@@ -35,7 +35,7 @@ class Frame:
 
     Attributes:
         type, request_id, epoch: of the header.
-        is_final: DATA that ends its call (slices.FLAG_FINAL).
+        is_final: DATA or PLACED that ends its call (slices.FLAG_FINAL).
         body: its bytes; decode it with the message class of its type.
         slices: decoded body of DATA, PLACED and WRITER_WRITE, else empty.
         payload_bytes: how much payload follows the body.
@@ -136,7 +136,7 @@ class FrameReader:
         self._error: KVStoreError | None = None
 
     def allow_final_data(self) -> None:
-        """DATA may end a call from now on: Feature.FINAL_DATA was agreed on."""
+        """DATA and PLACED may end a call from now on: Feature.FINAL_DATA was agreed on."""
         self._takes_final = True
 
     def allow_bodies(self, body_bytes_max: int) -> None:

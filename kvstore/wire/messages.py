@@ -67,7 +67,8 @@ class Feature(IntFlag):
 
     NONE = 0
     FINAL_DATA = 1
-    """A GET all of whose items are hits may end with its last DATA frame (slices.FLAG_FINAL) instead of END."""
+    """A GET all of whose items are hits may end with its last DATA frame (slices.FLAG_FINAL) instead of END, a GET_INTO
+    with its last PLACED frame."""
     DATA_CRCS = 2
     """An OFFER may leave its CRC tables out: the words come with the slices of its DATA."""
     SHARED_MEMORY = 4

@@ -226,7 +226,7 @@ class ServerSession(_Session):
         return True
 
     def send_final_data(self) -> None:
-        """The node is about to send the DATA frame that ends a GET. Raises AssertionError for our own defect."""
+        """The node is about to send the DATA or PLACED frame that ends a read. AssertionError for our own defect."""
         assert self._state is State.READ, f"node ends {self._request} with DATA in state {self._state.name}"
         self._state = State.IDLE
         self._request = None
@@ -264,10 +264,10 @@ class ClientSession(_Session):
         self._request_id = request_id = self._request_id % REQUEST_ID_MAX + 1
         return request_id
 
-    def read_begun(self) -> None:
-        """The GET of `next_id` has been sent, and its answer is still to be received."""
-        self._state = self._require(F.GET)
-        self._request = F.GET
+    def read_begun(self, request: F) -> None:
+        """The request of `next_id`, a GET or GET_INTO, has been sent, and its answer is still to be received."""
+        self._state = self._require(request)
+        self._request = request
 
     def send(self, frame: F) -> None:
         """DATA or CANCEL of the call in progress is about to be sent. Raises InvalidRequest when it is not legal."""
@@ -279,7 +279,7 @@ class ClientSession(_Session):
         """A frame came from the node. IGNORE means that it belongs to an older call: drop it and its payload.
 
         Args:
-            is_final: DATA that ends the call (slices.FLAG_FINAL).
+            is_final: DATA or PLACED that ends the call (slices.FLAG_FINAL).
 
         Raises:
             InvalidRequest: It is not legal now; close the connection.

@@ -99,7 +99,7 @@ class RegionDrop(Message):
 @message(FrameType.GET_INTO)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetInto(Get):
-    """A GET of whole records whose bytes the node writes to where they belong: PLACED frames, then END.
+    """A GET of whole records whose bytes the node writes to where they belong: PLACED frames, END if none is final.
 
     Once END says anything but DEADLINE of an item, nothing of it is written any more. After DEADLINE, after a cancel
     and after the end of the connection a read from the drive may still land in the item's place.
@@ -171,9 +171,18 @@ def offer_from(offer: Offer, places: bytes) -> OfferFrom:
     )
 
 
-def encode_places(places: Sequence[Place]) -> bytes:
+def encode_places(places: Sequence[tuple[int, int, int]]) -> bytes:
     """The blob of a message."""
     return b"".join([_PLACE.pack(*place) for place in places])
+
+
+encode_place: Final = _PLACE.pack
+"""The blob of one place: region, offset, length."""
+
+
+def decode_place(blob: bytes) -> Place:
+    """The one place in a blob of PLACE_BYTES."""
+    return Place(*_PLACE.unpack(blob))
 
 
 def _expect_places(what: str, blob: bytes, count: int) -> None:

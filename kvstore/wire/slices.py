@@ -21,8 +21,9 @@ from kvstore.limits import CHECKSUM_BYTES_MIN, PAYLOAD_BYTES_MAX, SLICE_BYTES_MA
 DESCRIPTOR_BYTES: Final = 48
 FLAG_LAST: Final = 1
 FLAG_FINAL: Final = 1 << 31
-"""In the header's flags of a DATA frame, beside the number of slices: every item of the GET is a hit, all of it has
-been sent, and no END follows. Only where both sides have named Feature.FINAL_DATA."""
+"""In the header's flags of a DATA or PLACED frame, beside the number of slices: every item of the GET (GET_INTO) is a
+hit, all of it has been sent (lies in its place), and no END follows. Only where both sides have named
+Feature.FINAL_DATA."""
 _FORMAT: Final = "IQIBBH16sQI"
 _ONE = struct.Struct("<" + _FORMAT)
 assert _ONE.size == DESCRIPTOR_BYTES

@@ -14,7 +14,8 @@ from kvstore.transport import _exchange, exchange
 from kvstore.types.checksum import crc32c, crc_table
 from kvstore.wire.header import FrameType, encode_head
 from kvstore.wire.messages import Get
-from kvstore.wire.plain import PLAIN_GETS, record_head
+from kvstore.wire.plain import PLAIN_GETS, PLAIN_GETS_INTO, data_head, placed_head, record_head
+from kvstore.wire.shared import PLACE_BYTES, encode_place, get_into
 from kvstore.wire.slices import FLAG_FINAL, Slice, encode_slices
 
 SIZE, BLOCK, NS, DEADLINE_NS = 70_000, 4096, b"n" * 32, 30_000_000_000
@@ -37,12 +38,17 @@ class Ends:
         monkeypatch.setattr(exchange, "IS_COMPILED", client)
         self.handle = exchange.handle_of(self.near)
         self.client = exchange.read_exchange(NS, DEADLINE_NS, record_bytes=SIZE, block_bytes=BLOCK)
+        self.placed = exchange.read_exchange(NS, DEADLINE_NS, record_bytes=SIZE, block_bytes=BLOCK, is_placed=True)
         monkeypatch.setattr(exchange, "IS_COMPILED", node)
         self.view = memoryview(bytearray(8192))
         self.node = exchange.answer_exchange(self.far, self.view)
 
-    def ask(self, key: bytes, request_id: int, epoch: int = 3) -> tuple[int, int, bytes] | int:
-        assert self.client.send(self.handle, request_id, epoch, key)
+    def ask(self, key: bytes, request_id: int, epoch: int = 3) -> tuple[int, int, bytes, bytes] | int:
+        assert self.client.send(self.handle, request_id, epoch, key, b"")
+        return self.node.receive()
+
+    def ask_into(self, key: bytes, request_id: int, place: bytes) -> tuple[int, int, bytes, bytes] | int:
+        assert self.placed.send(self.handle, request_id, 3, key, place)
         return self.node.receive()
 
 
@@ -59,12 +65,12 @@ def test_a_request_is_known_once_it_was_learned(ends: Ends) -> None:
     assert ends.ask(KEYS[0], 7) == size
     body = Get(namespace=NS, keys=KEYS[0], deadline_ns=DEADLINE_NS).encode()
     assert ends.view[:size] == encode_head(FrameType.GET, 7, body, epoch=3)
-    ends.node.learn(size)
+    ends.node.learn(size, 0)
     for request_id, key in zip((8, 0xFFFF_FFFF, 1), KEYS, strict=True):
-        assert ends.ask(key, request_id) == (size, request_id, key)
+        assert ends.ask(key, request_id) == (size, request_id, key, b"")
     assert ends.ask(KEYS[0], 9, epoch=4) == size, "another view is for somebody else to judge"
     frame = bytes(ends.view[:size])
-    ends.node.learn(size)
+    ends.node.learn(size, 0)
     for at in range(size):
         ends.near.sendall(frame[:at] + bytes([frame[at] ^ 8]) + frame[at + 1 :])
         assert ends.node.receive() == size, at
@@ -76,6 +82,45 @@ def test_a_request_is_known_once_it_was_learned(ends: Ends) -> None:
         ends.node.receive()
     ends.near.shutdown(socket.SHUT_WR)
     assert ends.node.receive() == 0
+
+
+def test_a_request_with_a_place_is_known_whatever_the_place(ends: Ends) -> None:
+    size = PLAIN_GETS_INTO[1].frame_bytes
+    place = encode_place(1, 4096, SIZE)
+    assert ends.ask_into(KEYS[0], 7, place) == size
+    get = Get(namespace=NS, keys=KEYS[0], deadline_ns=DEADLINE_NS)
+    assert ends.view[:size] == encode_head(FrameType.GET_INTO, 7, get_into(get, place).encode(), epoch=3)
+    ends.node.learn(size, PLACE_BYTES)
+    ends.ask(KEYS[0], 8)
+    ends.node.learn(PLAIN_GETS[1].frame_bytes, 0)
+    for request_id, key in zip((8, 0xFFFF_FFFF, 1), KEYS, strict=True):
+        place = os.urandom(PLACE_BYTES)
+        assert ends.ask_into(key, request_id, place) == (size, request_id, key, place)
+        assert ends.ask(key, request_id) == (PLAIN_GETS[1].frame_bytes, request_id, key, b"")
+    ends.ask_into(KEYS[0], 9, place)
+    frame = bytes(ends.view[:size])
+    for at in range(size):
+        ends.near.sendall(frame[:at] + bytes([frame[at] ^ 8]) + frame[at + 1 :])
+        assert ends.node.receive() == size, at
+
+
+def test_an_answer_without_its_payload_is_judged_as_one_with_it(ends: Ends) -> None:
+    head, nothing = placed_head(record_head(Facts())), memoryview(bytearray(0))
+    assert ends.node.answer(head, memoryview(b""), 5, 9) == len(head)
+    assert ends.placed.receive(ends.handle, 5, nothing) == (0, 9, Facts.content_id, Facts.crcs)
+    one = Slice(0, 0, SIZE, 0, True, Facts.content_id, SIZE, BLOCK, Facts.crcs)
+    sent = encode_head(FrameType.PLACED, 5, encode_slices([one]), epoch=9, flags=1 | FLAG_FINAL)
+    assert sent == data_head(head, 5, 9)
+    for at in range(len(sent)):
+        changed = sent[:at] + bytes([sent[at] ^ 8]) + sent[at + 1 :]
+        ends.far.sendall(changed)
+        is_field = not (16 <= at < 24 or 28 <= at < 32 or 52 <= at < 68 or at >= 80)
+        assert ends.placed.receive(ends.handle, 5, nothing) == (changed if is_field else None), at
+    for length in (1, 31, 32, len(sent) - 1):
+        ends.far.sendall(sent[:length])
+        ends.far.shutdown(socket.SHUT_WR) if length == len(sent) - 1 else None
+        assert ends.placed.receive(ends.handle, 5, nothing) == sent[:length]
+    assert ends.placed.receive(ends.handle, 5, nothing) == b""
 
 
 def test_an_answer_is_taken_whole_or_handed_back_as_it_came(ends: Ends) -> None:
@@ -115,38 +160,44 @@ def test_sockets_that_take_nothing_give_nothing_or_are_gone(ends: Ends) -> None:
         [ends.node.answer(record_head(Facts()), big, 1, 0) for _ in range(1000)]
     ends.far.close()
     with pytest.raises(OSError):
-        ends.client.send(ends.handle, 1, 0, KEYS[0])
+        ends.client.send(ends.handle, 1, 0, KEYS[0], b"")
 
 
 def test_the_compiled_part_refuses_what_it_has_no_room_for() -> None:
     head, frame, view = record_head(Facts()), bytes(200), memoryview(bytearray(4096))
     for bad in (
-        {"frame": frame, "head": head[:80], "key_at": 67, "record_bytes": 1},
-        {"frame": frame, "head": bytes(5000), "key_at": 67, "record_bytes": 1},
-        {"frame": bytes(90), "head": head, "key_at": 67, "record_bytes": 1},
-        {"frame": frame, "head": head, "key_at": 8, "record_bytes": 1},
-        {"frame": frame, "head": head, "key_at": 67, "record_bytes": 0},
+        {"frame": frame, "head": head[:80], "key_at": 67, "place_bytes": 0, "record_bytes": 1},
+        {"frame": frame, "head": bytes(5000), "key_at": 67, "place_bytes": 0, "record_bytes": 1},
+        {"frame": bytes(90), "head": head, "key_at": 67, "place_bytes": 0, "record_bytes": 1},
+        {"frame": frame, "head": head, "key_at": 8, "place_bytes": 0, "record_bytes": 1},
+        {"frame": frame, "head": head, "key_at": 67, "place_bytes": 0, "record_bytes": 0},
+        {"frame": frame, "head": head, "key_at": 67, "place_bytes": -1, "record_bytes": 0},
+        {"frame": frame, "head": head, "key_at": 67, "place_bytes": 102, "record_bytes": 0},
     ):
         with pytest.raises(ValueError, match="frames of one record"):
             _exchange.ReadExchange(**bad)
-    made = _exchange.ReadExchange(frame=frame, head=head, key_at=67, record_bytes=8)
+    made = _exchange.ReadExchange(frame=frame, head=head, key_at=67, place_bytes=0, record_bytes=8)
     with pytest.raises(ValueError, match="another length"):
         made.receive(0, 1, memoryview(bytearray(9)))
     with pytest.raises(ValueError, match="32 bytes"):
-        made.send(0, 1, 2, b"short")
+        made.send(0, 1, 2, b"short", b"")
+    with pytest.raises(ValueError, match="a place"):
+        made.send(0, 1, 2, KEYS[0], b"place")
     with pytest.raises(BufferError):
         made.receive(0, 1, memoryview(bytes(8)))
     node = _exchange.AnswerExchange(handle=0, view=view, key_at=67, on_descriptors=None)
     for length in (-1, 10, 98, 300, 9000):
         with pytest.raises(ValueError, match="no GET"):
-            node.learn(length)
+            node.learn(length, 0)
+    with pytest.raises(ValueError, match="no GET"):
+        node.learn(120, 40)
     with pytest.raises(ValueError, match="no head"):
         node.answer(b"", view, 1, 1)
     reading = _exchange.ReadExchange.__new__(_exchange.ReadExchange)
     with pytest.raises(ValueError, match="not made"):
         reading.receive(0, 1, view)
     with pytest.raises(ValueError):
-        reading.send(0, 1, 1, KEYS[0])
+        reading.send(0, 1, 1, KEYS[0], b"")
     with pytest.raises(ValueError, match="not made"):
         _exchange.AnswerExchange.__new__(_exchange.AnswerExchange).receive()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import mmap
+import random
 import struct
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest
+from kvstore.types import _sums, checksum
 from kvstore.types.checksum import block_count, crc32c, crc_table, crc_table_fragments
 
 
@@ -91,3 +93,29 @@ def test_a_block_of_no_bytes_is_refused(block_bytes: int) -> None:
         crc_table(b"x", block_bytes)
     with pytest.raises(InvalidRequest, match="at least 1 byte"):
         crc_table_fragments([b"x", b"y"], block_bytes)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 255, 256, 1024, 1031, 4 * 256, 7 * 256 + 3, 70_000])
+@pytest.mark.parametrize("block", [1, 60, 64, 256, 4096])
+def test_far_bytes_match_the_table_of_their_own_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, length: int, block: int, is_compiled: bool
+) -> None:
+    monkeypatch.setattr(checksum, "IS_COMPILED", is_compiled)
+    data = bytearray(random.Random(length).randbytes(length))
+    view, table = memoryview(data), crc_table(data, block)
+    assert checksum.crcs_match_far(view, block, table)
+    assert checksum.crcs_match_far(view, block, memoryview(table))
+    assert not checksum.crcs_match_far(view, block, table + bytes(4))
+    if not length:
+        return
+    assert not checksum.crcs_match_far(view, block, table[:-4])
+    for at in {0, length // 2, length - 1}:
+        data[at] ^= 16
+        assert not checksum.crcs_match_far(view, block, table), at
+        data[at] ^= 16
+
+
+def test_the_compiled_check_refuses_blocks_of_nothing() -> None:
+    with pytest.raises(ValueError, match="at least one byte"):
+        _sums.match(b"1234", 0, b"")
