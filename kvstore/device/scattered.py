@@ -61,6 +61,8 @@ class ScatteredRead(IoOp):
     def fitting(self, count_max: int, bytes_room: int) -> int:
         """How many of the extents that were not cut off fit: all but the last of them end below `bytes_room`."""
         lengths = self.lengths
+        if not self.begun and self.extent_count <= count_max and self.length_bytes - lengths[-1] < bytes_room:
+            return self.extent_count
         count = 0
         for length in lengths[self.begun : self.begun + count_max]:
             if bytes_room <= 0:

@@ -1,5 +1,6 @@
 /*
- * kvstore.engine._search: looking keys up in the RAM index (index.py), many of them in one call.
+ * kvstore.engine._search: looking keys up in the RAM index (index.py), many of them in one call, and lining up the
+ * reads of what was found (division.py).
  *
  * The index is memory that Python owns, as columns; what a lookup costs there is a dozen numpy calls, or fifty bytecodes
  * a key. The columns come with each call, as buffers, and are held for its time. Every slot is checked against the
@@ -16,7 +17,7 @@
 #endif
 
 /* index.py, location.py, namespaces.py; the tests compare both searches */
-#define KV_INTERFACE 1 /* of this module to its Python half; raise it, and kvstore/types/compiled.py, with each change of either */
+#define KV_INTERFACE 2 /* of this module to its Python half; raise it, and kvstore/types/compiled.py, with each change of either */
 #define PAGE_SLOTS 256
 #define BUCKET_SLOTS 8
 #define BUCKET_SHIFT 28 /* 64 - DIRECTORY_DEPTH_MAX - 10 */
@@ -24,6 +25,9 @@
 #define DEPTH_BITS 11
 #define PAGES_MASK 0x7fff
 #define SEGMENT_SHIFT 44
+#define PLACE_SHIFT 26
+#define PAGE_BITS 18
+#define PAGE_BYTES 4096
 
 struct columns {
     const uint64_t *key0, *key1, *locations;
@@ -200,7 +204,158 @@ end:
     return found;
 }
 
+PyDoc_STRVAR(line_up_doc,
+"line_up(locations, indices, pages_max) -> list of (location, index), sorted, or None\n\n"
+"None where a location is 0, or that of a record of more than so many pages.");
+
+static PyObject *line_up(PyObject *self, PyObject *args)
+{
+    PyObject *locations, *indices, *wants;
+    unsigned long long pages_max;
+    (void)self;
+
+    if (!PyArg_ParseTuple(args, "O!O!K:line_up", &PyList_Type, &locations, &PyList_Type, &indices, &pages_max))
+        return NULL;
+    Py_ssize_t count = PyList_GET_SIZE(locations);
+    if (count != PyList_GET_SIZE(indices)) {
+        PyErr_SetString(PyExc_ValueError, "as many locations as indices");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint64_t location = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(locations, i));
+        if (location == (uint64_t)-1 && PyErr_Occurred())
+            return NULL;
+        if (location == 0 || (location >> DEPTH_BITS & PAGES_MASK) > pages_max)
+            Py_RETURN_NONE;
+    }
+    if ((wants = PyList_New(count)) == NULL)
+        return NULL;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *want = PyTuple_Pack(2, PyList_GET_ITEM(locations, i), PyList_GET_ITEM(indices, i));
+        if (want == NULL) {
+            Py_DECREF(wants);
+            return NULL;
+        }
+        PyList_SET_ITEM(wants, i, want);
+    }
+    if (PyList_Sort(wants) < 0)
+        Py_CLEAR(wants);
+    return wants;
+}
+
+/* Appends what it takes over; -1 with an exception. */
+static int append(PyObject *list, PyObject *item)
+{
+    int code = item == NULL ? -1 : PyList_Append(list, item);
+    Py_XDECREF(item);
+    return code;
+}
+
+/* The bounds of a division, in pages and records, and where segments lie. */
+struct bounds {
+    Py_ssize_t count_max;
+    uint64_t most, record_pages_max, run_pages_max, first_byte, segment_bytes;
+};
+
+struct cut {
+    Py_ssize_t end;
+    uint64_t pages;
+    PyObject *starts, *locations, *offsets, *lengths, *segments;
+};
+
+/* One run begins: where, and how long the one before it was. */
+static int begin_run(struct cut *cut, const struct bounds *bounds, Py_ssize_t number, uint64_t place, uint64_t run_from)
+{
+    uint64_t segment = place >> PAGE_BITS, page = place & ((1u << PAGE_BITS) - 1);
+    uint64_t offset = bounds->first_byte + segment * bounds->segment_bytes + page * PAGE_BYTES;
+    if (number && append(cut->lengths, PyLong_FromUnsignedLongLong((cut->pages - run_from) * PAGE_BYTES)) < 0)
+        return -1;
+    if (append(cut->starts, Py_BuildValue("nKK", number, (unsigned long long)cut->pages * PAGE_BYTES,
+                                          (unsigned long long)place)) < 0
+        || append(cut->offsets, PyLong_FromUnsignedLongLong(offset)) < 0)
+        return -1;
+    return append(cut->segments, PyLong_FromUnsignedLongLong(segment));
+}
+
+static int cut_off(struct cut *cut, const struct bounds *bounds, PyObject *wants, Py_ssize_t at)
+{
+    uint64_t most = bounds->most, run_from = 0, next_place = UINT64_MAX;
+    Py_ssize_t last = PyList_GET_SIZE(wants);
+    if (last - at > bounds->count_max)
+        last = at + bounds->count_max;
+    for (cut->end = at; cut->end < last; cut->end++) {
+        PyObject *want = PyList_GET_ITEM(wants, cut->end);
+        if (!PyTuple_Check(want) || PyTuple_GET_SIZE(want) != 2) {
+            PyErr_SetString(PyExc_TypeError, "a want is a location and an index");
+            return -1;
+        }
+        uint64_t location = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(want, 0));
+        if (location == (uint64_t)-1 && PyErr_Occurred())
+            return -1;
+        uint64_t more = location >> DEPTH_BITS & PAGES_MASK, place = location >> PLACE_SHIFT;
+        if (more > bounds->record_pages_max || (cut->pages + more > most && cut->pages))
+            break;
+        if (place != next_place || cut->pages + more - run_from > bounds->run_pages_max) {
+            if (begin_run(cut, bounds, cut->end - at, place, run_from) < 0)
+                return -1;
+            run_from = cut->pages;
+        }
+        next_place = place + more;
+        cut->pages += more;
+        most++;
+        if (PyList_Append(cut->locations, PyTuple_GET_ITEM(want, 0)) < 0)
+            return -1;
+    }
+    if (cut->end == at)
+        return 0;
+    return append(cut->lengths, PyLong_FromUnsignedLongLong((cut->pages - run_from) * PAGE_BYTES));
+}
+
+PyDoc_STRVAR(divide_doc,
+"divide(wants, at, most, count_max, record_pages_max, run_pages_max, first_byte, segment_bytes)\n"
+"-> (end, starts, pages, locations, offsets, lengths, segments) or None\n\n"
+"The next parcel of a request, from want number `at` on, see division.py; None where that record is too long.");
+
+static PyObject *divide(PyObject *self, PyObject *args)
+{
+    PyObject *wants, *result = NULL;
+    Py_ssize_t at;
+    struct bounds bounds;
+    unsigned long long most, record_pages_max, run_pages_max, first_byte, segment_bytes;
+    (void)self;
+
+    if (!PyArg_ParseTuple(args, "O!nKnKKKK:divide", &PyList_Type, &wants, &at, &most, &bounds.count_max,
+                          &record_pages_max, &run_pages_max, &first_byte, &segment_bytes))
+        return NULL;
+    if (at < 0) {
+        PyErr_SetString(PyExc_ValueError, "a want before the first");
+        return NULL;
+    }
+    bounds.most = most;
+    bounds.record_pages_max = record_pages_max;
+    bounds.run_pages_max = run_pages_max;
+    bounds.first_byte = first_byte;
+    bounds.segment_bytes = segment_bytes;
+    struct cut cut = {0, 0, PyList_New(0), PyList_New(0), PyList_New(0), PyList_New(0), PyList_New(0)};
+    if (cut.starts && cut.locations && cut.offsets && cut.lengths && cut.segments
+        && cut_off(&cut, &bounds, wants, at) == 0) {
+        if (cut.end == at)
+            result = Py_NewRef(Py_None);
+        else
+            result = Py_BuildValue("nOKOOOO", cut.end, cut.starts, (unsigned long long)cut.pages, cut.locations,
+                                   cut.offsets, cut.lengths, cut.segments);
+    }
+    Py_XDECREF(cut.starts);
+    Py_XDECREF(cut.locations);
+    Py_XDECREF(cut.offsets);
+    Py_XDECREF(cut.lengths);
+    Py_XDECREF(cut.segments);
+    return result;
+}
+
 static PyMethodDef methods[] = {
+    {"line_up", line_up, METH_VARARGS, line_up_doc},
+    {"divide", divide, METH_VARARGS, divide_doc},
     {"find_many", find_many, METH_VARARGS, find_many_doc},
     {"locate", locate, METH_VARARGS, locate_doc},
     {NULL, NULL, 0, NULL},

@@ -34,3 +34,15 @@ def locate(
     tick: int,
     /,
 ) -> list[int]: ...
+def line_up(locations: list[int], indices: list[int], pages_max: int, /) -> list[tuple[int, int]] | None: ...
+def divide(
+    wants: list[tuple[int, int]],
+    at: int,
+    most: int,
+    count_max: int,
+    record_pages_max: int,
+    run_pages_max: int,
+    first_byte: int,
+    segment_bytes: int,
+    /,
+) -> tuple[int, list[tuple[int, int, int]], int, list[int], list[int], list[int], list[int]] | None: ...

@@ -1,15 +1,14 @@
 """How the records of a request are divided into parcels, and a parcel into runs. Pure code.
 
-One record after the other: in columns it costs more for any number that fits a parcel (31 us against 7 for 32 records
-of 64 KiB, 104 against 9 for 128, of which a parcel takes 32).
+Compiled (`_search.c`), or one record after the other: in columns it costs more for any number that fits a parcel (31 us
+against 7 for 32 records of 64 KiB, 104 against 9 for 128, of which a parcel takes 32).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvstore.engine.location import DEPTH_BITS, PAGES_BITS
+from kvstore.engine.location import DEPTH_BITS, PAGE_BITS, PAGES_BITS
 from kvstore.limits import (
     PAGE_BYTES,
     PARCEL_BYTES_FIRST,
@@ -18,8 +17,19 @@ from kvstore.limits import (
     SLICE_BYTES_MAX,
     SLICES_PER_FRAME_MAX,
 )
+from kvstore.types.compiled import require_interface
+
+try:
+    from kvstore.engine import _search
+
+    require_interface(_search)
+except ImportError:
+    IS_COMPILED = False
+else:
+    IS_COMPILED = True
 
 _PLACE_SHIFT: Final = PAGES_BITS + DEPTH_BITS
+_PAGE_MASK: Final = (1 << PAGE_BITS) - 1
 _PAGES_MASK: Final = (1 << PAGES_BITS) - 1
 _RECORD_PAGES_MAX: Final = SLICE_BYTES_MAX // PAGE_BYTES + 1
 """With at least one page of header, no such record is longer than one slice."""
@@ -34,15 +44,26 @@ Starts = list[tuple[int, int, int]]
 
 
 class Cut(NamedTuple):
-    """One parcel: wants from `first` to before `end`, the runs in it, and its pages."""
+    """One parcel, whose wants end before number `end`.
 
-    first: int
+    Attributes:
+        starts: of the runs in it.
+        pages: of all of it.
+        locations: of its records.
+        offsets, lengths: of its runs on the drive, in bytes.
+        segments: that the runs lie in, one of each.
+    """
+
     end: int
     starts: Starts
     pages: int
+    locations: list[int]
+    offsets: list[int]
+    lengths: list[int]
+    segments: list[int]
 
 
-def divide(wants: Sequence[tuple[int, int]], at: int) -> Cut | None:
+def divide(wants: list[tuple[int, int]], at: int, *, first_byte: int, segment_bytes: int) -> Cut | None:
     """The next parcel, from want number `at` on; None when that record is too long for one.
 
     The first one of a short request is shorter, so that something can be sent while the rest is being read; where more
@@ -50,10 +71,21 @@ def divide(wants: Sequence[tuple[int, int]], at: int) -> Cut | None:
 
     Args:
         wants: (location, index), in order of place, none twice.
+        first_byte, segment_bytes: where the first segment begins on the drive, and how long each is.
     """
-    starts: Starts = []
     is_short = not at and len(wants) * (wants[0][0] >> DEPTH_BITS & _PAGES_MASK) <= _SHORT_PAGES
     most = (_PAYLOAD_PAGES_FIRST if is_short else _PAYLOAD_PAGES_MAX) + 1  # each record has a page of header at least
+    if IS_COMPILED:
+        found = _search.divide(
+            wants, at, most, SLICES_PER_FRAME_MAX, _RECORD_PAGES_MAX, _RUN_PAGES_MAX, first_byte, segment_bytes
+        )
+        return None if found is None else Cut._make(found)
+    return _divide_each(wants, at, most, first_byte, segment_bytes)
+
+
+def _divide_each(wants: list[tuple[int, int]], at: int, most: int, first_byte: int, segment_bytes: int) -> Cut | None:
+    """One record after the other."""
+    starts: Starts = []
     pages = run_from = number = 0
     next_place = -1
     for location, _ in wants[at : at + SLICES_PER_FRAME_MAX]:
@@ -68,4 +100,28 @@ def divide(wants: Sequence[tuple[int, int]], at: int) -> Cut | None:
         pages += more
         most += 1
         number += 1
-    return Cut(at, at + number, starts, pages) if number else None
+    if not number:
+        return None
+    ends = [*(byte for _, byte, _ in starts[1:]), pages * PAGE_BYTES]
+    return Cut(
+        at + number,
+        starts,
+        pages,
+        [location for location, _ in wants[at : at + number]],
+        [
+            first_byte + (place >> PAGE_BITS) * segment_bytes + (place & _PAGE_MASK) * PAGE_BYTES
+            for _, _, place in starts
+        ],
+        [end - byte for (_, byte, _), end in zip(starts, ends, strict=True)],
+        [place >> PAGE_BITS for _, _, place in starts],
+    )
+
+
+def line_up(locations: list[int], indices: list[int], pages_max: int) -> list[tuple[int, int]] | None:
+    """(location, index) of each, in order of place; None where one is absent (0), or has more pages than that."""
+    if IS_COMPILED:
+        return _search.line_up(locations, indices, pages_max)
+    for location in locations:
+        if not location or location >> DEPTH_BITS & _PAGES_MASK > pages_max:
+            return None
+    return sorted(zip(locations, indices, strict=True))

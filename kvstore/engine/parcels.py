@@ -11,7 +11,6 @@ Nothing is kept in the cache on this way: it is taken without one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import sub
 from typing import Final
 
 from kvstore.device.base import IoOp
@@ -44,7 +43,7 @@ class Parcel:
     Attributes:
         request: whom it is for.
         wants: (location, the request's index) of its records, in the order of their places in memory.
-        starts: of its runs.
+        starts: of its runs; `segments` those they lie in.
         errors: of runs that could not be read, by number.
         flights: its records one by one, once it goes the general way.
         generations: of the segments it was read from, by number, as they were when it landed.
@@ -64,6 +63,7 @@ class Parcel:
         "payload_bytes",
         "piece",
         "request",
+        "segments",
         "starts",
         "version",
         "wants",
@@ -75,6 +75,7 @@ class Parcel:
         request: Request,
         wants: list[tuple[int, int]],
         starts: Starts,
+        segments: list[int],
         piece: Piece,
         version: int,
     ) -> None:
@@ -82,6 +83,7 @@ class Parcel:
         self.request = request
         self.wants = wants
         self.starts = starts
+        self.segments = segments
         self.piece = piece
         self.length_bytes = len(piece.view)
         self.version = version
@@ -157,12 +159,12 @@ class Parcels:
         None: the next one is on its way already, or too long, and has to go the general way.
         """
         wants, at = request.wants, request.next_want
-        cut = divide(wants, at)
+        table = self._table
+        cut = divide(wants, at, first_byte=table.first_byte, segment_bytes=table.segment_bytes)
         if cut is None:
             return None
-        _, end, starts, pages = cut
+        end, starts, pages, locations, offsets, lengths, segments = cut
         flights = self._loader.flights
-        locations = [location for location, _ in wants[at:end]]
         if flights and not flights.keys().isdisjoint(locations):
             return None
         length = pages * PAGE_BYTES
@@ -174,25 +176,15 @@ class Parcels:
             return False
         request.next_want = end
         request.staged_bytes += length
-        parcel = Parcel(self, request, wants[at:end], starts, piece, self._catalog.version)
+        parcel = Parcel(self, request, wants[at:end], starts, segments, piece, self._catalog.version)
         flights.update(dict.fromkeys(locations, parcel))
-        self._submit(parcel, starts)
-        return True
-
-    def _submit(self, parcel: Parcel, starts: Starts) -> None:
-        table = self._table
-        places = [place for _, _, place in starts]
-        offsets = table.offsets(places)
-        table.hold_all([place >> PAGE_BITS for place in places])
-        cuts = [at for _, at, _ in starts]
-        cuts.append(parcel.length_bytes)
-        lengths = list(map(sub, cuts[1:], cuts))
-        flow = parcel.request.spec.flow
-        self._queue.submit(ScatteredRead(offsets, lengths, parcel.piece.view, flow=flow, owner=parcel.done))
+        table.hold_all(segments)
+        self._queue.submit(ScatteredRead(offsets, lengths, piece.view, flow=request.spec.flow, owner=parcel.done))
         count = len(starts)
         self._loader.operations += count
         self._loader.started += count
         self._metrics.read_ios += count
+        return True
 
     # --- landing -----------------------------------------------------------------------------------------------------
     def landed(self, parcel: Parcel) -> None:
@@ -208,7 +200,7 @@ class Parcels:
             for location, _ in wants:
                 del flights[location]
         # from here on the segments may be evicted: these are the bytes of those that they were
-        segments = [place >> PAGE_BITS for _, _, place in parcel.starts]
+        segments = parcel.segments
         parcel.generations = {segment: int(table.generation[segment]) for segment in set(segments)}
         table.release_all(segments)
         loader.operations -= len(segments)

@@ -16,6 +16,7 @@ from kvstore.engine.api import NamespaceRef, ReadHandle, ReadSink, ReadSpec
 from kvstore.engine.cache import HITS_MAX, Cache, CachedRecord, RecordFacts
 from kvstore.engine.catalog import Catalog
 from kvstore.engine.direct import DirectReads
+from kvstore.engine.division import line_up
 from kvstore.engine.estimate import LoadEstimator
 from kvstore.engine.loads import HEADER, Flight, Loader
 from kvstore.engine.location import DEPTH_BITS, PAGES_BITS, location_pages, location_segment
@@ -309,6 +310,11 @@ class Reader:
         if request.direct and request.version != self._catalog.version:
             indices = [*indices, *request.take_direct()]
         locations = self._locate(request, indices)
+        if not rest and request.places is None:
+            lined_up = line_up(locations, list(indices), self._whole_pages_max(request))
+            if lined_up is not None:
+                self._line_up(request, lined_up)
+                return
         wants: list[tuple[int, int]] = []
         absent: list[int] = []
         whole_pages_max = self._whole_pages_max(request)
@@ -328,8 +334,12 @@ class Reader:
             self._miss(request, absent)
         if request.closed:
             return
-        request.wants = sorted(rest + wants)
-        if request.in_parcels and len(dict(request.wants)) < len(request.wants):
+        self._line_up(request, sorted(rest + wants))
+
+    def _line_up(self, request: Request, wants: list[tuple[int, int]]) -> None:
+        """These records are to be read; they are in order of place."""
+        request.wants = wants
+        if request.in_parcels and len(dict(wants)) < len(wants):
             request.in_parcels = False  # a key that is given twice waits twice for one flight
         request.next_want = 0
         request.version = self._catalog.version

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.engine.format import ENTRY_BYTES, ENTRY_DTYPE, Entries, Superblock, index_block_count
-from kvstore.engine.location import PAGE_BITS
 from kvstore.engine.usage import TenantUse
 from kvstore.limits import PAGE_BYTES
 
@@ -123,7 +122,7 @@ class SegmentTable:
         self.count = superblock.segment_count
         self.segment_bytes = superblock.segment_bytes
         self.segment_pages = superblock.segment_bytes // PAGE_BYTES
-        self._start = superblock.segments_offset
+        self.first_byte = superblock.segments_offset
         self.state: npt.NDArray[np.uint8] = np.zeros(self.count, dtype=np.uint8)
         self.generation: npt.NDArray[np.uint64] = np.zeros(self.count, dtype=np.uint64)
         self.in_state_count = [0] * len(SegmentState)
@@ -134,7 +133,7 @@ class SegmentTable:
 
     def offset(self, segment: int, page: int = 0) -> int:
         """Byte offset of a page of a segment on the drive."""
-        return self._start + segment * self.segment_bytes + page * PAGE_BYTES
+        return self.first_byte + segment * self.segment_bytes + page * PAGE_BYTES
 
     def set_state(self, segment: int, state: SegmentState) -> None:
         """A segment enters another state."""
@@ -182,11 +181,6 @@ class SegmentTable:
         holds = self._holds
         for segment in segments:
             holds[segment] -= 1
-
-    def offsets(self, places: Sequence[int]) -> list[int]:
-        """Byte offsets on the drive of pages, each given as segment << PAGE_BITS | page."""
-        start, length, shift, mask = self._start, self.segment_bytes, PAGE_BITS, (1 << PAGE_BITS) - 1
-        return [start + (place >> shift) * length + (place & mask) * PAGE_BYTES for place in places]
 
     def when_unheld(self, segment: int, action: Callable[[], None]) -> None:
         """Do something once no read holds the segment; now if none does. New holds must not come any more."""

@@ -15,8 +15,8 @@ from typing import Final
 INTERFACES: Final[Mapping[str, int]] = {
     "kvstore.device._uring": 3,
     "kvstore.engine._records": 1,
-    "kvstore.engine._search": 1,
     "kvstore.transport._exchange": 2,
+    "kvstore.engine._search": 2,
     "kvstore.transport._inflow": 1,
     "kvstore.types._sums": 1,
 }

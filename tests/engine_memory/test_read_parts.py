@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.engine import _records, packing
+from kvstore.engine import _records, division, packing
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.cache import RecordFacts
-from kvstore.engine.division import divide
+from kvstore.engine.division import divide, line_up
 from kvstore.engine.estimate import DayMeter, LoadEstimator
 from kvstore.engine.explain import gone, stored, unknown
 from kvstore.engine.format import (
@@ -358,6 +358,27 @@ def test_a_run_is_checked_as_each_of_its_records_alone(
     assert check_run(view, reads, REF, 12) == [Fault.CORRUPT] * len(reads)
 
 
+FIRST, SEGMENT = 64 * MiB, 1 << 30
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 1, 1, 1]), st.integers(1, 300)), max_size=40), st.integers(100, 400))
+def test_records_are_lined_up_alike(records: list[tuple[int, int]], pages_max: int) -> None:
+    assert division.IS_COMPILED
+    locations = [
+        there and pack_location(segment=pages % 3, page=number, pages=pages, depth=0)
+        for number, (there, pages) in enumerate(records)
+    ]
+    indices = list(range(len(records)))
+    found = line_up(locations, indices, pages_max)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(division, "IS_COMPILED", False)
+        assert line_up(locations, indices, pages_max) == found
+    if found is None:
+        assert any(not there or pages > pages_max for there, pages in records)
+    else:
+        assert found == sorted(zip(locations, indices, strict=True))
+
+
 @given(
     st.lists(st.tuples(st.sampled_from([0, 0, 0, 0, 3]), st.integers(1, 40)), min_size=1, max_size=150),
     st.lists(st.tuples(st.integers(0, 149), st.integers(1, 300)), max_size=12),
@@ -377,11 +398,18 @@ def test_records_are_divided_into_parcels_as_one_after_the_other(
         page += pages
     at = min(at, len(wants) - 1)
     while at < len(wants):
-        cut = divide(wants, at)
+        cut = divide(wants, at, first_byte=FIRST, segment_bytes=SEGMENT)
         if cut is None:
             assert lengths[at] > MiB // PAGE_BYTES + 1
             return
-        assert (cut.first, cut.end > at) == (at, True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(division, "IS_COMPILED", False)
+            assert divide(wants, at, first_byte=FIRST, segment_bytes=SEGMENT) == cut
+        assert cut.end > at
+        assert cut.locations == [location for location, _ in wants[at : cut.end]]
+        assert cut.offsets == [FIRST + 2 * SEGMENT + (place & 0x3FFFF) * PAGE_BYTES for _, _, place in cut.starts]
+        assert cut.segments == [2] * len(cut.starts)
+        assert sum(cut.lengths) == cut.pages * PAGE_BYTES
         is_short = len(wants) * lengths[0] <= 2 * PARCEL_BYTES_MAX // PAGE_BYTES
         most = PARCEL_BYTES_FIRST if is_short and not at else PARCEL_BYTES_MAX
         assert cut.pages == sum(lengths[at : cut.end])
