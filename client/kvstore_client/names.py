@@ -77,20 +77,20 @@ class _Lookup(threading.Thread):
 
     def __init__(self, name: tuple[int, str, int]) -> None:
         super().__init__(name=f"kvstore-lookup-{name[1]}", daemon=True)
-        self._name = name
+        self._asked = name
         self.bells: list[socket.socket] = []
         self.found: Sequence[Endpoint] = ()
         self.error: OSError | None = None
         self.is_over = False
 
     def run(self) -> None:
-        _, host, port = self._name
+        _, host, port = self._asked
         try:
             self.found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             self.error = error if isinstance(error, OSError) else OSError(0, str(error))
         with _lock:
             self.is_over = True
-            _running.pop(self._name, None)
+            _running.pop(self._asked, None)
             for bell in self.bells:
                 bell.close()  # the other end reads its end

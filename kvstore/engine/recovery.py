@@ -196,7 +196,7 @@ def scan_segments(
         one, footer = _look_at(superblock, log, segment, header_page, footer)
         if one is None:
             continue
-        one.rebuilt = rebuilt.get(segment)
+        one.rebuilt = rebuilt.get(segment) if footer is not None else None
         found.append(one)
         if footer is not None:
             sealed.append((one, footer))

@@ -25,6 +25,7 @@ from kvstore.limits import (
     PAYLOAD_BYTES_MAX,
     RUN_BYTES_DEFAULT,
     RUN_BYTES_MAX,
+    RUN_TOKENS_DEFAULT,
     SHARDS_MAX,
 )
 from kvstore.types.canonical import Fields, decode, encode
@@ -69,7 +70,8 @@ class KVLayout:
         shards: Records of a chunk, each with its own writer. Fixed, so that any parallel size can read and write.
         shard_axis: `HEADS`: each entry is divided evenly.
             `LAYERS`: shard s holds the layers from L*s//shards to before L*(s+1)//shards.
-        run_bytes: About how many bytes of a chain's consecutive chunks are placed together.
+        run_bytes: About how many bytes of consecutive records of a chain are placed together. 0, the default,
+            becomes those of RUN_TOKENS_DEFAULT tokens, at least RUN_BYTES_DEFAULT: few runs make few holes.
         digest: 32 bytes, BLAKE3 over `encode()`; computed.
 
     Raises:
@@ -84,7 +86,7 @@ class KVLayout:
     order: str = ORDER_TOKEN_MAJOR
     shards: int = 1
     shard_axis: ShardAxis = ShardAxis.HEADS
-    run_bytes: int = RUN_BYTES_DEFAULT
+    run_bytes: int = 0
     digest: bytes = field(init=False, repr=False, compare=False)
     _sizes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)  # [part][shard]
     _dense_record_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)  # [shard]
@@ -103,6 +105,7 @@ class KVLayout:
         dense = [row for part, row in zip(self.parts, sizes, strict=True) if part.is_dense]
         object.__setattr__(self, "_dense_record_bytes", tuple(sum(column) for column in zip(*dense, strict=True)))
         _check_records(self)
+        object.__setattr__(self, "run_bytes", self.run_bytes or _default_run_bytes(self))
         object.__setattr__(
             self,
             "_checksum_bytes",
@@ -119,7 +122,7 @@ class KVLayout:
         chunk_bytes: int,
         chunk_tokens: int = 64,
         shards: int = 1,
-        run_bytes: int = RUN_BYTES_DEFAULT,
+        run_bytes: int = 0,
         checksum_bytes: int = CHECKSUM_BYTES_DEFAULT,
     ) -> KVLayout:
         """A layout of plain bytes: a record takes a payload of 0 to `chunk_bytes / shards` bytes.
@@ -347,6 +350,11 @@ def _default_checksum_bytes(layer_bytes: int) -> int:
     return layer_bytes // pieces if layer_bytes % pieces == 0 else CHECKSUM_BYTES_MAX
 
 
+def _default_run_bytes(layout: KVLayout) -> int:
+    chunks = -(-RUN_TOKENS_DEFAULT // layout.chunk_tokens)
+    return min(max(RUN_BYTES_DEFAULT, chunks * max(layout._dense_record_bytes)), RUN_BYTES_MAX)
+
+
 def _normal_layers(part: Part, layers: int) -> Part:
     """One form for "all layers", so that equal layouts have equal digests."""
     if part.layers is None or part.layers != tuple(range(layers)):
@@ -358,7 +366,7 @@ def _check_layout(layout: KVLayout) -> None:
     check_range(layout.chunk_tokens, 1, CHUNK_TOKENS_MAX, what="chunk_tokens")
     check_range(layout.layers, 1, LAYERS_MAX, what="layers")
     check_range(layout.shards, 1, SHARDS_MAX, what="shards")
-    check_range(layout.run_bytes, 1, RUN_BYTES_MAX, what="run_bytes")
+    check_range(layout.run_bytes, 0, RUN_BYTES_MAX, what="run_bytes")
     check_name(layout.dtype, what="dtype")
     check_name(layout.quantisation, what="quantisation")
     check_name(layout.order, what="order")

@@ -97,9 +97,10 @@ def test_opaque_takes_up_to_its_bytes() -> None:
     assert not layout.is_exact
     assert (layout.chunk_bytes, layout.max_record_bytes, layout.record_bytes()) == (1_000_000,) * 3
     assert layout.checksum_bytes() == 64 * KiB
-    assert layout.chunks_per_run == 67
+    assert layout.chunks_per_run == 256
     assert KVLayout.opaque(chunk_bytes=4096, shards=4).record_bytes(3) == 1024
     assert KVLayout.opaque(chunk_bytes=1).chunks_per_run == 64 * MiB
+    assert KVLayout.opaque(chunk_bytes=1, run_bytes=7).chunks_per_run == 7
 
 
 def test_a_run_has_at_least_one_chunk() -> None:
@@ -135,7 +136,7 @@ def test_sparse_records_count_for_the_largest() -> None:
         ({"shards": 3}, "entry_bytes of part 'kv' is 8, which 3 shards do not divide"),
         ({"shards": 8, "shard_axis": ShardAxis.LAYERS}, "shard 0 of 8 would hold no bytes of any dense part"),
         ({"shard_axis": "experts"}, "shard_axis is 'experts'; use one of: heads, layers"),
-        ({"run_bytes": 0}, "run_bytes is 0"),
+        ({"run_bytes": -1}, "run_bytes is -1"),
         ({"dtype": ""}, "dtype '' has 0 bytes; use 1 to 64"),
         ({"order": "token,layer"}, "order is 'token,layer'; name each axis once"),
         ({"parts": ()}, "parts are \\[\\]"),

@@ -85,17 +85,18 @@ def run(*, quick: bool, folder: Path) -> Iterator[Row]:
     """One row for each layout and `run_bytes`. `folder` is not used."""
     del folder
     for name, layout in _LAYOUTS.items():
-        for run_bytes in RUN_BYTES:
+        for run_bytes in sorted({*RUN_BYTES, layout.run_bytes}):
             sized = replace(layout, run_bytes=run_bytes)
             runs = -(-(TOKENS // sized.chunk_tokens) // sized.chunks_per_run)
             chains = max(400, (_RUNS // 4 if quick else _RUNS) // runs)
             found = figures_of(sized, chains=chains, seed=_SEED, policy=ReplicaPolicy())
             label = "1 chunk" if run_bytes == 1 else f"{run_bytes // MiB} MiB"
+            is_default = run_bytes == layout.run_bytes
             yield Row(
-                name=f"placement: {name}, runs of {label}",
+                name=f"placement: {name}, runs of {label}{' (default)' * is_default}",
                 unit="usable",
                 value=found.usable_mean,
-                must=1 - 2 / TARGETS if run_bytes == layout.run_bytes else None,
+                must=1 - 2 / TARGETS if is_default else None,
                 details={
                     "runs": found.runs,
                     "usable_worst": found.usable_worst,
