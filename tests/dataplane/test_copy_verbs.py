@@ -31,7 +31,9 @@ from kvstore.wire.header import FrameType, Header
 from kvstore.wire.messages import Delete, Drop, End, Match, MatchReply
 from kvstore.wire.replicas import Forget, Heads, HeadsReply, Pull
 
-SPACE = Namespace(tenant="t", model="m", weights="w", layout=KVLayout.opaque(chunk_bytes=2 * MiB, chunk_tokens=16))
+SPACE = Namespace(
+    tenant="t", model="m", weights="w", layout=KVLayout.opaque(chunk_bytes=2 * MiB, chunk_tokens=16, run_bytes=64 * MiB)
+)
 KEYS = [bytes([at]) * 32 for at in range(1, 5)]
 VALUES = [os.urandom(count) for count in (5000, 100_000, 1, 2 * MiB)]
 RUN_HEADS = [KEYS[0]] * 4
