@@ -22,7 +22,9 @@ from kvstore.types.results import ItemStatus
 from kvstore.wire.messages import Feature, Match, MatchReply
 
 _GIVE_UP_S = 20.0
-SPACE = Namespace(tenant="t", model="m", weights="w", layout=KVLayout.opaque(chunk_bytes=2 * MiB, chunk_tokens=16))
+SPACE = Namespace(
+    tenant="t", model="m", weights="w", layout=KVLayout.opaque(chunk_bytes=2 * MiB, chunk_tokens=16, run_bytes=64 * MiB)
+)
 
 
 @dataclass(frozen=True, slots=True)
