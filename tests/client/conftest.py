@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import struct
 import threading
@@ -29,6 +30,8 @@ from kvstore.wire.messages import MESSAGES
 from kvstore.wire.ranges import decode_ranges
 from kvstore.wire.replicas import REPLICA_MESSAGES, Pull
 from kvstore.wire.slices import FLAG_FINAL, Slice, encode_slices
+from kvstore_client import KVClient, Stored
+from tests.client.stored_chunks import SIZE, TOKENS
 
 U32 = struct.Struct("<I")
 
@@ -520,3 +523,19 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
         "retry.BREAKER_SILENCE_NS",
     ):
         monkeypatch.setattr(f"kvstore_client.{name}", getattr(limits, name.partition(".")[2]) // 8)
+
+
+@pytest.fixture
+def client(node):
+    with KVClient.connect(node.address, deadline=20) as made:
+        yield made
+
+
+@pytest.fixture
+def stored(client, opaque):
+    """A namespace with eight chunks of SIZE bytes, their keys and payloads."""
+    ns = client.namespace(opaque)
+    keys = ns.keys(TOKENS)
+    payloads = [random.Random(at).randbytes(SIZE) for at in range(8)]
+    assert all(isinstance(one, Stored) for one in ns.put(keys, payloads))
+    return ns, keys, payloads

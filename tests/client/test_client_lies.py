@@ -14,41 +14,9 @@ from kvstore.wire import messages as m
 from kvstore.wire.header import FrameType, encode_head
 from kvstore.wire.slices import Slice
 from kvstore_client import Hit, KVClient, Miss, Stored
+from tests.client.stored_chunks import SIZE, TOKENS, check, memories, prefix
 
-TOKENS = list(range(16 * 8))
-SIZE = 100_000
 BLOCK = 65_536
-
-
-@pytest.fixture
-def client(node):
-    with KVClient.connect(node.address, deadline=20) as made:
-        yield made
-
-
-@pytest.fixture
-def stored(client, opaque):
-    """A namespace with eight chunks of SIZE bytes, their keys and payloads."""
-    ns = client.namespace(opaque)
-    keys = ns.keys(TOKENS)
-    payloads = [random.Random(at).randbytes(SIZE) for at in range(8)]
-    assert all(isinstance(one, Stored) for one in ns.put(keys, payloads))
-    return ns, keys, payloads
-
-
-def memories() -> list[bytearray]:
-    return [bytearray(b"\xaa" * SIZE) for _ in range(8)]
-
-
-def check(results, memory, payloads) -> None:
-    """Every hit is right."""
-    for result, got, payload in zip(results, memory, payloads, strict=True):
-        if isinstance(result, Hit):
-            assert bytes(got) == payload
-
-
-def prefix(results) -> int:
-    return next((at for at, one in enumerate(results) if not isinstance(one, Hit)), len(results))
 
 
 def flip_item(item: int, times: list[int]):

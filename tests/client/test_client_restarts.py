@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import time
-
-import pytest
 
 from kvstore.errors import StaleView
 from kvstore.types.results import MissReason
@@ -14,40 +11,7 @@ from kvstore.wire.codec import pack_plain
 from kvstore.wire.failures import code_of
 from kvstore.wire.header import FrameType
 from kvstore_client import Exists, Hit, KVClient, Miss, Refused, Stored
-
-TOKENS = list(range(16 * 8))
-SIZE = 100_000
-
-
-@pytest.fixture
-def client(node):
-    with KVClient.connect(node.address, deadline=20) as made:
-        yield made
-
-
-@pytest.fixture
-def stored(client, opaque):
-    """A namespace with eight chunks of SIZE bytes, their keys and payloads."""
-    ns = client.namespace(opaque)
-    keys = ns.keys(TOKENS)
-    payloads = [random.Random(at).randbytes(SIZE) for at in range(8)]
-    assert all(isinstance(one, Stored) for one in ns.put(keys, payloads))
-    return ns, keys, payloads
-
-
-def memories() -> list[bytearray]:
-    return [bytearray(b"\xaa" * SIZE) for _ in range(8)]
-
-
-def check(results, memory, payloads) -> None:
-    """Every hit is right."""
-    for result, got, payload in zip(results, memory, payloads, strict=True):
-        if isinstance(result, Hit):
-            assert bytes(got) == payload
-
-
-def prefix(results) -> int:
-    return next((at for at, one in enumerate(results) if not isinstance(one, Hit)), len(results))
+from tests.client.stored_chunks import TOKENS, check, memories, prefix
 
 
 def test_a_restarted_node_is_noticed(client, node, stored) -> None:
