@@ -1,8 +1,9 @@
 """Starting on a drive: what the log, the segments' indexes and the tombstones say is valid, found again.
 
 The log is read once; of its two halves the one with the highest generation counts whose checkpoint was completed. A
-sealed segment is read through its index, an open one through its commits in the log; a segment with a damaged index
-block through both. Every length and place is checked against its bounds before it is used, and nothing is written.
+sealed segment is read through its index, an open one through its commits in the log, one whose index lacks what the log
+names through both: its sealing did not end, and it is sealed again. Every length and place is checked against its
+bounds before it is used, and nothing is written.
 """
 
 from __future__ import annotations
@@ -156,9 +157,12 @@ class FoundSegment:
 
     Attributes:
         generation: of its use.
-        sealed: its index and footer are there; else it is open, and `entries` come from the log.
+        sealed: its index and footer are there, and list all that the log names; else `entries` come from the log too.
         entries: valid as far as the segment says: tombstones and twins are not looked at here.
         end_page: first page behind everything that was ever placed, as far as is known.
+        half_sealed: not sealed, but something of its index or footer is there: it is to be sealed, not filled.
+        hidden: its end is damaged and the log is silent, so nothing is known of what it holds: its end must be left as
+            it is, since it may be readable the next time.
         bad_blocks: index blocks that were damaged.
         header_bad: its header page was damaged; the footer stood in.
         rebuilt: its footer page was damaged; this is what stood there, as its index tells.
@@ -169,6 +173,8 @@ class FoundSegment:
     sealed: bool
     entries: Entries
     end_page: int
+    half_sealed: bool = False
+    hidden: bool = False
     bad_blocks: int = 0
     header_bad: bool = False
     rebuilt: SegmentFooter | None = None
@@ -191,9 +197,9 @@ def scan_segments(
     rebuilt = _rebuild_footers(io, superblock, heads)
     sealed: list[tuple[FoundSegment, SegmentFooter]] = []
     found: list[FoundSegment] = []
-    for segment, (header_page, footer_page) in enumerate(heads):
-        footer = rebuilt.get(segment) or decode_segment_footer(footer_page)
-        one, footer = _look_at(superblock, log, segment, header_page, footer)
+    for segment, ends in enumerate(heads):
+        footer = rebuilt.get(segment) or decode_segment_footer(ends[1])
+        one, footer = _look_at(superblock, log, segment, ends, footer)
         if one is None:
             continue
         one.rebuilt = rebuilt.get(segment) if footer is not None else None
@@ -210,7 +216,7 @@ def scan_segments(
 
 
 def _read_ends(io: BlockingIo, superblock: Superblock) -> list[tuple[memoryview, memoryview]]:
-    """First and last page of every segment. What cannot be read is zeros in a header, and nonsense in a footer."""
+    """First and last page of every segment. What cannot be read is nonsense: zeros would mean that nothing is there."""
     count, size = superblock.segment_count, superblock.segment_bytes
     memory = pages(2 * count * PAGE_BYTES)
     cut = [memory[at * PAGE_BYTES : (at + 1) * PAGE_BYTES] for at in range(2 * count)]
@@ -222,8 +228,7 @@ def _read_ends(io: BlockingIo, superblock: Superblock) -> list[tuple[memoryview,
     failed = [item for item, error in zip(ranges, io.read_many(ranges), strict=True) if error is not None]
     for item, error in zip(failed, io.read_many(failed), strict=True):
         if error is not None:
-            is_header = (item.offset - superblock.segments_offset) % size == 0
-            item.buffer[:] = (b"\0" if is_header else b"\xff") * PAGE_BYTES
+            item.buffer[:] = b"\xff" * PAGE_BYTES
     return [(cut[2 * segment], cut[2 * segment + 1]) for segment in range(count)]
 
 
@@ -256,10 +261,16 @@ def _rebuild_footers(
 
 
 def _look_at(
-    superblock: Superblock, log: LogScan, segment: int, header_page: memoryview, footer: SegmentFooter | None
+    superblock: Superblock,
+    log: LogScan,
+    segment: int,
+    ends: tuple[memoryview, memoryview],
+    footer: SegmentFooter | None,
 ) -> tuple[FoundSegment | None, SegmentFooter | None]:
     """What a segment is by its two ends: nothing, open, or sealed (then with its footer)."""
     segment_pages = superblock.segment_bytes // PAGE_BYTES
+    header_page, footer_page = ends
+    footer_bad = footer is None and any(memoryview(footer_page).cast("Q"))
     if footer is not None and not _footer_fits(footer, superblock, segment, segment_pages):
         footer = None
     header = decode_segment_header(header_page)
@@ -289,13 +300,18 @@ def _look_at(
     )
     if footer is None:
         found.entries = _logged_entries(log, found, segment_pages)
-        for tombstone in log.tombstones:
-            if tombstone.generation == generation:
-                found.end_page = max(found.end_page, min(tombstone.page + 1, segment_pages - 1))
-        if len(found.entries):
-            ends = found.entries["page"].astype(np.int64) + found.entries["pages"]
-            found.end_page = max(found.end_page, int(ends.max()))
+        found.end_page = _end_page(log, found, segment_pages)
+        found.hidden = footer_bad and not len(found.entries)
+        found.bad_blocks = int(found.hidden)
     return found, footer
+
+
+def _end_page(log: LogScan, found: FoundSegment, segment_pages: int) -> int:
+    """First page behind all that is known to have had room in an unsealed segment."""
+    places = [tombstone.page + 1 for tombstone in log.tombstones if tombstone.generation == found.generation]
+    end = min(max(places, default=1), segment_pages - 1)
+    ends = found.entries["page"].astype(np.int64) + found.entries["pages"]
+    return max(end, int(ends.max())) if len(ends) else end
 
 
 def _footer_fits(footer: SegmentFooter, superblock: Superblock, segment: int, segment_pages: int) -> bool:
@@ -353,9 +369,26 @@ def _read_indexes(
         entries, bad = decode_index_blocks(data, segment=found.segment, generation=found.generation)
         found.entries = entries[entries_in_bounds(entries, segment_pages)]
         found.bad_blocks = bad
-        if bad:
-            logged = _logged_entries(log, found, segment_pages)
-            found.entries = np.concatenate([found.entries, logged])
+        _add_logged(log, found, segment_pages)
+
+
+def _add_logged(log: LogScan, found: FoundSegment, segment_pages: int) -> None:
+    """Add what the log names and the index does not: then the index was not written to its end.
+
+    The log forgets a segment's commits with the first checkpoint behind a whole index, and as long as it has any it has
+    all of them. So a segment is as good as unsealed if one is missing, whatever its footer says: the index may be half
+    of a new one and half of one from an earlier attempt.
+    """
+    logged = _logged_entries(log, found, segment_pages)
+    if not len(logged):
+        return
+    listed = np.zeros(segment_pages, dtype=np.bool_)
+    listed[found.entries["page"]] = True
+    missing = logged[~listed[logged["page"]]]
+    if len(missing):
+        found.entries = np.concatenate([found.entries, missing])
+        found.sealed, found.half_sealed = False, True
+        found.end_page = _end_page(log, found, segment_pages)
 
 
 # --- what is valid ----------------------------------------------------------------------------------------------------

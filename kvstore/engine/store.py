@@ -229,7 +229,7 @@ class Store:
             self.table.set_state(one.segment, SegmentState.SEALED)
             if one.header_bad:
                 self._repair_header(io, one)
-            if one.rebuilt is not None:
+            if one.rebuilt is not None and one.sealed and not one.bad_blocks:
                 self._repair_footer(io, one.rebuilt)
         generations = {known.ref.id: known.ref.generation for known in self.namespaces}
         valid = valid_records(found, scan.tombstones, generations)
@@ -279,7 +279,10 @@ class Store:
             segment=one.segment, generation=one.generation, disk_id=self.superblock.disk_id, opened_ns=0
         )
         _log.warning("header of segment %d was damaged and is written anew from its footer or the log", one.segment)
-        io.write(self.table.offset(one.segment), encode_segment_header(header))
+        try:
+            io.write(self.table.offset(one.segment), encode_segment_header(header))
+        except OSError as error:
+            _log.warning("header of segment %d cannot be written: %s", one.segment, error)
 
     def _repair_footer(self, io: BlockingIo, footer: SegmentFooter) -> None:
         _log.warning("footer of segment %d was damaged and is written anew from its index", footer.segment)
@@ -290,14 +293,14 @@ class Store:
 
     def _reopen(self, found: list[FoundSegment], scan: LogScan) -> None:
         """Go on with the segment that was open last; seal the others that have no index yet."""
-        unsealed = sorted((one for one in found if not one.sealed), key=lambda one: one.generation)
+        unsealed = sorted((one for one in found if not one.sealed and not one.hidden), key=lambda one: one.generation)
         for one in unsealed:
             target = OpenSegment(one.segment, one.generation, next_page=one.end_page)
             target.ready = True
             for entry in one.entries:
                 target.add(entry.tobytes())
             # Room must be handed out in the order of generations, so only the newest of all may go on.
-            if one.generation == self.allocator.next_generation - 1:
+            if one.generation == self.allocator.next_generation - 1 and not one.half_sealed:
                 self.allocator.open = target
                 self.table.set_state(one.segment, SegmentState.OPEN)
             else:
