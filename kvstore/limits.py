@@ -133,6 +133,12 @@ PEER_STALL_NS: Final = 30 * SECOND_NS  # for a peer to read, or to go on with wh
 LINGER_NS: Final = 2 * SECOND_NS  # for a peer to read our last words
 ACCEPTS_PER_EVENT_MAX: Final = 64
 
+# --- folders and sockets of one process ------------------------------------------------------------------------
+UNIX_PATH_BYTES_MAX: Final = 107  # sun_path without the zero behind it, unix(7)
+FOLDER_ATTEMPTS_MAX: Final = 16
+LEFT_FOLDERS_REMOVED_MAX: Final = 1_024  # at one start, of processes that were killed
+TEMPORARY_NAMES_READ_MAX: Final = 100_000  # others may fill the folder for temporary files
+
 # --- shared memory ---------------------------------------------------------------------------------------------
 REGIONS_PER_CONNECTION_MAX: Final = 1_024
 REGION_BYTES_PER_CLIENT_MAX: Final = 64 * GiB  # mapped for one process; page tables of it take 1/512

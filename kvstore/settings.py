@@ -176,6 +176,7 @@ class NodeSettings(BaseSettings):
     transport: Literal["tcp", "shm", "auto", "rdma"] = Field(
         "auto", description="how payload travels: auto takes shared memory and RDMA where they can be had"
     )
+    socket_dir: str = Field("", description="folder for the node's Unix sockets; empty is that for temporary files")
     rdma_port: str = Field(
         "", description='RDMA port, such as mlx5_0:1; empty lets the rule choose (see "kvstore doctor")'
     )

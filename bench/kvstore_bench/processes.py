@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
+
+from kvstore.server.private_folder import private_folder
 
 _IDLE_CPU_NS = 5_000_000  # in a quarter of a second
 
@@ -82,8 +83,9 @@ class Node:
 
     def __init__(self, *, data_dir: Path, capacity_bytes: int, cache_bytes: int, extra: tuple[str, ...] = ()) -> None:
         self.data_dir = data_dir
-        self._folder = tempfile.TemporaryDirectory(prefix="kvstore-bench-")
-        self._ready_path = Path(self._folder.name) / "ready.json"
+        self._end = ExitStack()
+        self._folder = self._end.enter_context(private_folder(None, purpose="bench"))
+        self._ready_path = self._folder / "ready.json"
         self._command = [
             sys.executable, "-m", "kvstore", "serve", "--data-dir", str(data_dir),
             "--capacity", str(capacity_bytes), "--cache", str(cache_bytes), "--grpc-port", "0",
@@ -92,12 +94,16 @@ class Node:
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
         self.address = ""
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self._end.close()
+            raise
 
     def start(self, timeout_s: float = 60) -> float:
         """Start and wait until it serves; returns the seconds that took. Raises RuntimeError when it does not."""
         self._ready_path.unlink(missing_ok=True)
-        log = Path(self._folder.name) / "node.log"
+        log = self._folder / "node.log"
         began = time.perf_counter()
         with log.open("ab") as output:
             self._process = subprocess.Popen(self._command, stdout=output, stderr=output, env=dict(os.environ))
@@ -150,4 +156,4 @@ class Node:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        self._folder.cleanup()
+        self._end.close()

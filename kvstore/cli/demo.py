@@ -13,13 +13,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 from kvstore.cli.demo_report import RoleNote, RoleReport, from_line
 from kvstore.cli.local_node import LocalNode
 from kvstore.cli.screen import Screen
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.server.private_folder import private_folder
 
 ROLE_TIMEOUT_S: Final = 900
 ERROR_TAIL_CHARACTERS: Final = 2_000
@@ -37,8 +37,8 @@ def run_demo(screen: Screen, *, synthetic: bool) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         _need_model_packages(synthetic)
-        with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as folder:
-            node = LocalNode(Path(folder), arguments=("--cache", "128MiB"))
+        with private_folder(None, purpose="demo") as folder:
+            node = LocalNode(folder, arguments=("--cache", "128MiB"))
             try:
                 return _play(screen, node, synthetic)
             finally:

@@ -108,6 +108,7 @@ def serve(
     lease_ttl: Annotated[str | None, typer.Option(help="How long the cluster waits for a silent node. [10s]")] = None,
     node_id: Annotated[str | None, typer.Option(help="Name of the node. [chosen at the first start]")] = None,
     transport: Annotated[str | None, typer.Option(help="tcp, shm, rdma or auto. [auto]")] = None,
+    socket_dir: Annotated[str | None, typer.Option(help="Where its Unix sockets go. [TMPDIR]")] = None,
     rdma_port: Annotated[str | None, typer.Option(help="RDMA port, such as mlx5_0:1. [by rule]")] = None,
     rdma_gid: Annotated[str | None, typer.Option(help="Its GID, as index or address. [by rule]")] = None,
     device: Annotated[str | None, typer.Option(help="auto, uring or threads. [auto]")] = None,

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import tempfile
 import time
 import uuid
 from collections.abc import Coroutine, Sequence
@@ -36,6 +35,7 @@ from kvstore.server.places import (
     remove_ready_file,
     write_ready_file,
 )
+from kvstore.server.private_folder import socket_folder
 from kvstore.server.report import WorkerState
 from kvstore.server.seat import open_seat
 from kvstore.server.wire_edge import WireEdge
@@ -63,12 +63,12 @@ def run_node(settings: NodeSettings) -> None:
 
 
 async def _run(settings: NodeSettings) -> None:
-    with tempfile.TemporaryDirectory(prefix="kvstore-") as private_dir:
-        await Node(settings, private_dir=private_dir).run()
+    with socket_folder(settings.socket_dir) as private_dir:
+        await Node(settings, private_dir=str(private_dir)).run()
 
 
 class Node:
-    """One node on the running loop. `private_dir` is a folder of mode 0700 for its Unix socket."""
+    """One node on the running loop. `private_dir` is a folder of mode 0700 for its Unix sockets."""
 
     def __init__(self, settings: NodeSettings, *, private_dir: str) -> None:
         self._settings = settings

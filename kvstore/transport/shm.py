@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.limits import MiB
+from kvstore.limits import UNIX_PATH_BYTES_MAX, MiB
 from kvstore.transport.tcp import LISTEN_BACKLOG
 from kvstore.types.digest import digest
 
@@ -37,7 +37,6 @@ _STATFS_BYTES: Final = 256
 _BLOCK_UNIT_BYTES: Final = 512  # of st_blocks, stat(2)
 _OVERCOMMIT_NEVER: Final = "2"
 _CREDENTIALS: Final = struct.Struct("iII")  # struct ucred
-_PATH_BYTES_MAX: Final = 107  # sun_path, unix(7)
 
 _MAP_FIXED: Final = 0x10  # mmap(2)
 _MADV_COLLAPSE: Final = 25
@@ -210,8 +209,8 @@ def listen_unix(path: str) -> socket.socket:
     Raises:
         InvalidRequest: The path cannot be used.
     """
-    if len(os.fsencode(path)) > _PATH_BYTES_MAX:
-        raise InvalidRequest(f"socket path {path} is longer than {_PATH_BYTES_MAX} bytes: use a shorter folder")
+    if len(os.fsencode(path)) > UNIX_PATH_BYTES_MAX:
+        raise InvalidRequest(f"socket path {path} is longer than {UNIX_PATH_BYTES_MAX} bytes: use a shorter folder")
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         Path(path).unlink(missing_ok=True)

@@ -5,11 +5,11 @@ Nodes and etcd are processes of this machine, in network namespaces: it needs ro
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from kvstore.server.private_folder import private_folder
 from kvstore.testing.net_lab import NamespacesUnavailable
 from kvstore_bench.measure import Row
 from kvstore_bench.scenarios import cluster_placement, cluster_recovery, cluster_speed
@@ -24,10 +24,10 @@ GROUPS: Final[dict[str, Callable[..., Iterator[Row]]]] = {
 
 def run(*, quick: bool, folder: Path, only: str) -> Iterator[Row]:
     """Rows of the groups whose name contains `only`. Raises RuntimeError where a network cannot be made."""
-    with tempfile.TemporaryDirectory(dir=folder, prefix="kvstore-cluster-") as made:
+    with private_folder(folder, purpose="cluster") as made:
         for name, group in GROUPS.items():
             if only in name:
                 try:
-                    yield from group(quick=quick, folder=Path(made))
+                    yield from group(quick=quick, folder=made)
                 except NamespacesUnavailable as error:
                     raise RuntimeError(str(error)) from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.limits import GiB, KiB, MiB
+from kvstore.server.private_folder import private_folder
 from kvstore.types.keys import KeyChain
 from kvstore_bench.measure import Limit, Row, Sample, interleaved, ratio_details, timed
 from kvstore_bench.peers import fio
@@ -392,8 +392,8 @@ def bench_with(
 ) -> Iterator[Bench]:
     """A fresh node on a fresh data dir under `folder`, and a client."""
     with (
-        tempfile.TemporaryDirectory(dir=folder, prefix="kvstore-micro-") as data_dir,
-        Node(data_dir=Path(data_dir), capacity_bytes=capacity_bytes, cache_bytes=cache_bytes) as node,
+        private_folder(folder, purpose="micro") as data_dir,
+        Node(data_dir=data_dir, capacity_bytes=capacity_bytes, cache_bytes=cache_bytes) as node,
     ):
         bench = Bench(node, pair, effort, flow=flow)
         node.settle()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import select
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from kvstore.engine.api import PutSpec, PutTicket
 from kvstore.engine.engine import DriveEngine, EngineSettings
 from kvstore.limits import SECOND_NS, KiB, MiB
+from kvstore.server.private_folder import private_folder
 from kvstore.types.flow import FlowClass
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
@@ -101,12 +101,12 @@ def run(*, chunks: int, folder: Path) -> Iterator[Row]:
         cache_bytes=0,
         staging_bytes=64 * MiB,
     )
-    with tempfile.TemporaryDirectory(dir=folder, prefix="kvstore-recovery-") as data_dir:
-        engine = DriveEngine.open(Path(data_dir), settings, now_ns=time.monotonic_ns())
+    with private_folder(folder, purpose="recovery") as data_dir:
+        engine = DriveEngine.open(data_dir, settings, now_ns=time.monotonic_ns())
         _Filler(engine, chunks).run()
         per_chunk = engine.catalog.index.memory_bytes / chunks
         engine.close()
-        engine, took_s = _opened(Path(data_dir), settings)
+        engine, took_s = _opened(data_dir, settings)
         found = engine.recovered.records
         peak = engine.catalog.index.memory_bytes / chunks
         engine.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.limits import GiB, KiB, MiB
+from kvstore.server.private_folder import private_folder
 from kvstore_bench.measure import Limit, Row, Sample, interleaved, timed
 from kvstore_bench.peers import fio
 from kvstore_bench.peers.sockets import touched
@@ -215,8 +215,8 @@ def durable_put(bench: Bench) -> list[Row]:
 @contextmanager
 def _bench(effort: Effort, folder: Path, *, capacity_bytes: int, cache_bytes: int, flow: str) -> Iterator[Bench]:
     with (
-        tempfile.TemporaryDirectory(dir=folder, prefix="kvstore-shm-") as data_dir,
-        Node(data_dir=Path(data_dir), capacity_bytes=capacity_bytes, cache_bytes=cache_bytes) as node,
+        private_folder(folder, purpose="shm") as data_dir,
+        Node(data_dir=data_dir, capacity_bytes=capacity_bytes, cache_bytes=cache_bytes) as node,
     ):
         bench = Bench(node, effort, flow=flow)
         node.settle()
