@@ -6,11 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.limits import COPIES_MAX, DIGEST_BYTES, LAST_SILENCE_NS
+from kvstore.cluster.view import TargetId
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.limits import COPIES_MAX, DIGEST_BYTES, LAST_SILENCE_NS, PLANS_PER_CALL_MAX
+from kvstore.types.keys import KeyChain
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
-from kvstore.types.results import Exists, Hit, Miss, Refused, RefusedReason, Stored
+from kvstore.types.results import Exists, Hit, Miss, MissReason, Refused, RefusedReason, Stored
 from kvstore.wire.messages import Delete, Drop, End, Manifest
 from kvstore_client.attempts import attempt
 from kvstore_client.copies import StoredItems, StoreRequest, store_items
@@ -79,15 +81,37 @@ def delete(
     """Deletes the dense records and all sparse parts of keys, wherever copies of them may be.
 
     A key is a hit when its dense record was there, and is left nowhere that could be asked. Targets that the view calls
-    down are asked too: one that answers reads would go on giving it.
+    down are asked too: one that answers reads would go on giving it. When an answer names a newer view, its places are
+    asked as well: they may have the keys.
     """
     layout = namespace.layout
     chain = as_chain(keys, chunks_per_run=layout.chunks_per_run)
-    parts = (None, *(part.name for part in layout.sparse_parts))
-    sections = sections_of(layout, shards=choose_shards(layout, shards), parts=parts)
+    chosen = choose_shards(layout, shards)
+    found = bytearray()
     yield from ensure_view(core, deadline_ns)
+    for _ in range(PLANS_PER_CALL_MAX):
+        view = core.view
+        statuses = yield from _delete_by_view(core, namespace, chain, chosen, deadline_ns)
+        # deleted by the older view, and so absent by the newer one
+        found = bytearray(
+            HIT if before == HIT and now == MissReason.ABSENT else now
+            for before, now in zip(found or statuses, statuses, strict=True)
+        )
+        yield from ensure_view(core, deadline_ns)
+        if core.view is view or time.monotonic_ns() >= deadline_ns:
+            break
+    return [Hit(length_bytes=0) if status == HIT else miss_of(status) for status in found]
+
+
+def _delete_by_view(
+    core: ClientCore, namespace: Namespace, chain: KeyChain, shards: Sequence[int], deadline_ns: int
+) -> Verb[bytes | bytearray]:
+    """Deletes keys wherever they may be by the view that is known; a status for each."""
+    layout = namespace.layout
+    parts = (None, *(part.name for part in layout.sparse_parts))
+    sections = sections_of(layout, shards=shards, parts=parts)
     if core.placement is None:
-        return [miss_of(miss_reason(None)) for _ in range(len(chain))]
+        return bytes([miss_reason(None)]) * len(chain)
     where = places_of(core.placement, chain, copies=COPIES_MAX, with_down=True)
     where = where.without(core.unanswered(where.down))
     plan = plan_records(chain, layout=layout, sections=sections, where=where)
@@ -116,8 +140,7 @@ def delete(
     ]
     statuses = gather_statuses(plan, answers, from_all=True)
     width = len(sections) // len(parts)
-    dense = key_statuses(plan, statuses, sections=range(width))
-    return [Hit(length_bytes=0) if status == HIT else miss_of(status) for status in dense]
+    return key_statuses(plan, statuses, sections=range(width))
 
 
 def _has_no_say(core: ClientCore, job: Job) -> bool:
@@ -126,22 +149,41 @@ def _has_no_say(core: ClientCore, job: Job) -> bool:
 
 
 def drop(core: ClientCore, namespace: Namespace, manifest: Manifest, deadline_ns: int) -> Verb[KVStoreError | None]:
-    """Hides everything in the namespace on every target. Returns the first failure; None when all have done it."""
+    """Hides everything in the namespace on every target, also of a newer view that an answer names.
+
+    Returns the first failure of a target that is in the view; None when all have done it.
+    """
+    told: set[TargetId] = set()
     yield from ensure_view(core, deadline_ns)
-    jobs = [
-        TellJob(
-            target=target,
-            flow=core.options.write_flow,
-            deadline_ns=deadline_ns,
-            message=Drop(namespace=namespace.digest),
-            manifest=manifest,
-        )
-        for target in core.target_ids()
-    ]
-    if not jobs:
-        return (yield from refresh_view(core, deadline_ns))
-    yield from attempt(core, jobs)
-    return next((job.failure for job in jobs if job.failure is not None), None)
+    while True:
+        view = core.view
+        jobs = [
+            TellJob(
+                target=target,
+                flow=core.options.write_flow,
+                deadline_ns=deadline_ns,
+                message=Drop(namespace=namespace.digest),
+                manifest=manifest,
+            )
+            for target in core.target_ids()
+            if target not in told
+        ]
+        if not jobs and not told:
+            return (yield from refresh_view(core, deadline_ns))
+        if jobs:
+            yield from attempt(core, jobs)
+        told |= {job.target for job in jobs if job.failure is None}
+        yield from ensure_view(core, deadline_ns)
+        if core.view is view or time.monotonic_ns() >= deadline_ns:
+            here = set(core.target_ids())
+            failures = (job.failure for job in jobs if job.failure is not None and job.target in here)
+            failure = next(failures, None)
+            untold = here - told
+            if failure is None and untold:
+                failure = Unavailable(
+                    f"the view changed until the deadline; {len(untold)} of its targets were not told"
+                )
+            return failure
 
 
 def check_writable_part(layout: KVLayout, part: str | None) -> None:

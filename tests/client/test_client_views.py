@@ -146,6 +146,40 @@ def test_a_drained_connection_serves_its_next_call_until_that_ones_deadline(clus
         connection.close()
 
 
+@pytest.mark.parametrize("away", [(2,), (1, 2)])
+def test_what_is_deleted_or_dropped_by_an_old_view_is_gone_from_the_new_places_too(cluster, away) -> None:
+    dropped = Namespace(tenant="default", model="dropped", weights="w", layout=LAYOUT)
+    dropped_keys = dropped.keys(list(range(4 * COUNT)))
+    cluster.show(states=dict.fromkeys(away, "away"))
+    with KVClient.connect(cluster.nodes[0].address) as behind:
+        assert len(behind.session().core.target_ids()) == 3 - len(away)
+        cluster.show()
+        with KVClient.connect(cluster.nodes[0].address) as client:
+            client.namespace(NAMESPACE).put(KEYS, PAYLOADS)
+            client.namespace(dropped).put(dropped_keys, PAYLOADS)
+            assert all(one.records for one in cluster.nodes)
+            assert {type(one) for one in behind.namespace(NAMESPACE).delete(KEYS)} == {Hit}
+            assert not any(client.namespace(NAMESPACE).contains(KEYS))
+        with KVClient.connect(cluster.nodes[0].address) as client:
+            cluster.show(states=dict.fromkeys(away, "away"))
+            behind.refresh()
+            cluster.show()
+            assert behind.namespace(dropped).drop()
+            assert not any(client.namespace(dropped).contains(dropped_keys))
+            assert not any(one.records for one in cluster.nodes)
+
+
+def test_a_target_that_left_while_all_was_dropped_is_no_failure(cluster) -> None:
+    cluster.show()
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+        cluster.show(states={2: "away"})
+        cluster.nodes[2].stop()
+        assert ns.drop()
+        assert not any(ns.contains(KEYS))
+
+
 def test_the_slower_of_two_threads_does_not_bring_the_older_view_back(cluster, monkeypatch) -> None:
     old = cluster.nodes[0].view()
     cluster.show()
