@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from kvstore.device.base import IoKind, IoOp
 from kvstore.engine.blocking import pages
-from kvstore.engine.format import Entries
+from kvstore.engine.format import Entries, entry_spaces
 from kvstore.engine.job import IoQueue, Steps, io, start
 from kvstore.engine.ledger import Ledger, entry_keys, entry_locations
-from kvstore.engine.location import I64
+from kvstore.engine.location import I64, Bools
 from kvstore.engine.sealed import read_index
 from kvstore.engine.segment import SegmentState, SegmentTable
 from kvstore.engine.soundness import why_unsound
@@ -149,10 +149,9 @@ class Scrubber:
         first = int(part["page"][0])
         op = IoOp(IoKind.READ, self._table.offset(segment, first), [buffer], flow=FlowClass.BACKGROUND)
         error: OSError | None = yield io(self._queue, [op])
-        keys, locations = entry_keys(part), entry_locations(part, segment)
-        valid = self._ledger.catalog.valid(keys, locations)
+        count = self._count(segment, part)
         for at in range(len(part)):
-            if not valid[at]:
+            if not count[at]:
                 continue
             entry = part[at : at + 1]
             begin = (int(entry["page"][0]) - first) * PAGE_BYTES
@@ -160,10 +159,15 @@ class Scrubber:
             why = str(error) if error is not None else self._why_unsound(buffer[begin:end], entry, segment, generation)
             if why is not None:
                 why = yield from self._read_again(segment, generation, entry)
-            if why is not None:
+            if why is not None and self._count(segment, entry)[0]:
                 self._quarantine(segment, entry, why)
             self._metrics.scrubbed_records += 1
             self._metrics.scrubbed_bytes += end - begin
+
+    def _count(self, segment: int, entries: Entries) -> Bools:
+        """Which records can be read: those of a dropped namespace stay in the index, and bear its older generation."""
+        valid = self._ledger.catalog.valid(entry_keys(entries), entry_locations(entries, segment))
+        return valid & self._ledger.live_spaces(entry_spaces(entries))
 
     def _read_again(self, segment: int, generation: int, entry: Entries) -> Steps[str | None]:
         """What is wrong on a second look at one record alone."""

@@ -292,6 +292,25 @@ def test_scrub_quarantines_what_is_bad_twice_and_nothing_else() -> None:
     assert reopened(again).get(ref, key_of(bad[0])) == payload_of(bad[0])
 
 
+@pytest.mark.parametrize("polls", [0, 1, 3])
+def test_scrub_does_not_take_what_was_dropped_for_damaged(polls: int) -> None:
+    rig, _, ref = filled()
+    rounds: list[int] = []
+    if polls:
+        rig.store.scrubber.run_now(rounds.append)
+    for _ in range(polls):
+        rig.poll()
+    assert not rounds
+    fresh = rig.ledger.drop_namespace(ref, lambda error: None)
+    rig.put(fresh, key_of(1), payload_of(1))
+    rig.settle()
+    rig.store.scrubber.run_now(rounds.append)
+    rig.settle(lambda: bool(rounds))
+    assert set(rounds) == {0}
+    assert rig.metrics.scrub_errors == rig.metrics.quarantined_records == rig.metrics.checksum_errors_read == 0
+    assert rig.get(fresh, key_of(1)) == payload_of(1)
+
+
 def test_scrub_keeps_its_pace() -> None:
     rig, _, _ = filled()
     rig.settle()
