@@ -168,10 +168,13 @@ def drop(core: ClientCore, namespace: Namespace, manifest: Manifest, deadline_ns
             for target in core.target_ids()
             if target not in told
         ]
-        if not jobs and not told:
-            return (yield from refresh_view(core, deadline_ns))
         if jobs:
             yield from attempt(core, jobs)
+        elif not told:
+            failure = yield from refresh_view(core, deadline_ns)
+            if core.view is view or time.monotonic_ns() >= deadline_ns or not core.target_ids():
+                return failure or Unavailable(core.words_of_no_target())  # nobody was told
+            continue
         told |= {job.target for job in jobs if job.failure is None}
         yield from ensure_view(core, deadline_ns)
         if core.view is view or time.monotonic_ns() >= deadline_ns:

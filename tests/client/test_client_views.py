@@ -169,6 +169,21 @@ def test_what_is_deleted_or_dropped_by_an_old_view_is_gone_from_the_new_places_t
             assert not any(one.records for one in cluster.nodes)
 
 
+def test_a_drop_that_nobody_was_told_of_has_failed(cluster) -> None:
+    nobody = dict.fromkeys(range(3), "away")
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        assert {type(one) for one in ns.put(KEYS, PAYLOADS)} == {Stored}
+        cluster.show(states=nobody)
+        client.refresh()
+        assert not client.session().core.target_ids()
+        assert not ns.drop(), "a node that recovers gives a view, and has no drive yet"
+        cluster.show()
+        assert ns.drop()
+        assert not any(ns.contains(KEYS))
+        assert not any(one.records for one in cluster.nodes)
+
+
 def test_a_target_that_left_while_all_was_dropped_is_no_failure(cluster) -> None:
     cluster.show()
     with KVClient.connect(cluster.nodes[0].address) as client:
