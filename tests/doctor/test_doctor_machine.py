@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,7 @@ def test_memory_that_others_have_taken(fake: FakeSystem) -> None:
 
 REPORT = """
 import json
+import platform
 from kvstore.doctor.machine import check_machine, read_machine
 from kvstore.doctor.system import LinuxSystem
 findings = check_machine(read_machine(LinuxSystem(), memory_wanted_bytes=1 << 30))
@@ -133,6 +135,16 @@ def test_a_real_process_that_sees_another_machine(tmp_path: Path) -> None:
     assert found["huge_pages"] == ["warning", "transparent huge pages: never"]
     assert found["clocksource"] == ["warning", "acpi_pm"]
     assert found["memory"] == ["warning", "1000 KiB available"]
+
+
+def test_a_real_process_that_sees_an_old_kernel() -> None:
+    """Under the personality that old programs ask for (UNAME26, personality(2))."""
+    command = ["setarch", platform.machine(), "--uname-2.6", sys.executable, "-c", REPORT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    status, found = json.loads(done.stdout)["kernel"]
+    assert status == "warning"
+    assert found.startswith("2.6.")
 
 
 def test_this_machine_tells_all_of_it() -> None:

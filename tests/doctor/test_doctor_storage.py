@@ -274,6 +274,17 @@ def test_a_real_drive_raw_and_mounted(loop_lab: LoopLab) -> None:
     assert f"mounted at {point}" in finding.found
 
 
+def test_a_real_drive_that_spins_by_its_own_word(loop_lab: LoopLab) -> None:
+    device = loop_lab.loop(loop_lab.image("doctor-spins", 64), sector_bytes=512)
+    call("mkfs.ext4", "-q", str(device))
+    place = loop_lab.mount("doctor-spins", str(device))
+    rotational = Path(f"/sys/block/{device.name}/queue/rotational")
+    for word, status in (("0", Status.OK), ("1", Status.WARNING)):
+        rotational.write_text(word)
+        finding = examined(read_place(LinuxSystem(), str(place), needed_bytes=0))["drive"]
+        assert finding.status is status, finding
+
+
 REPORT = """
 import json, sys
 from kvstore.doctor.storage import check_trial
