@@ -19,6 +19,7 @@ PARTS = (
     "kvstore.transport._inflow",
     "kvstore.types._sums",
 )
+HEADERS = ["kvstore/types/_crc32c.h"]  # which a source distribution then carries
 
 
 def extensions() -> list[Extension]:
@@ -26,8 +27,9 @@ def extensions() -> list[Extension]:
     if not sys.platform.startswith("linux"):
         return []
     sources = {name: Path(*name.split(".")).with_suffix(".c") for name in PARTS}
+    arguments = ["-O2", "-Wall", "-Wextra"]
     return [
-        Extension(name, sources=[str(source)], extra_compile_args=["-O2", "-Wall", "-Wextra"], optional=True)
+        Extension(name, sources=[str(source)], depends=HEADERS, extra_compile_args=arguments, optional=True)
         for name, source in sources.items()
         if source.exists()
     ]

@@ -2,8 +2,7 @@
  * kvstore.engine._records: the check of many records of one shape that were read together (packing.py), in one call.
  *
  * What is compared and summed is what verify.py compares and sums; whatever is not right, or not of that one shape, is
- * only said to be so, and judged in Python. The CRC32C is the processor's instruction, over four blocks of one length
- * side by side: it takes three cycles for eight bytes and can begin one each cycle, and four streams keep memory busy.
+ * only said to be so, and judged in Python. Four blocks of one length are summed side by side (_crc32c.h).
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -11,13 +10,10 @@
 #include <stdint.h>
 #include <string.h>
 
-#if !defined(__x86_64__)
-#error "needs the crc32 instruction of x86-64; without this module Python does the same"
-#endif
-#include <nmmintrin.h>
+#include "../types/_crc32c.h"
 
 /* format.py, verify.py, location.py, slices.py; the tests compare both checks */
-#define KV_INTERFACE 1 /* of this module to its Python half; raise it, and kvstore/types/compiled.py, with each change of either */
+#define KV_INTERFACE 2 /* of this module to its Python half; raise it, and kvstore/types/compiled.py, with each change of either */
 #define MAGIC_AT 0
 #define CRC_AT 4
 #define SHAPE_AT 8 /* and where the bytes begin that the CRC of a header covers */
@@ -37,7 +33,6 @@
 #define PAGES_MASK 0x7fff
 #define PLACE_SHIFT 26
 #define PAGE_BITS 18
-#define LANES 4
 
 struct __attribute__((packed)) slice {
     uint32_t item;
@@ -64,34 +59,10 @@ static uint64_t long_at(const uint8_t *at)
     return word;
 }
 
-/* CRC32C of LANES stretches of `length` bytes each. */
-__attribute__((target("sse4.2"))) static void crc_lanes(const uint8_t *const *starts, size_t length, uint32_t *crcs)
-{
-    const uint8_t *a = starts[0], *b = starts[1], *c = starts[2], *d = starts[3];
-    uint64_t crc_a = 0xffffffff, crc_b = crc_a, crc_c = crc_a, crc_d = crc_a;
-    size_t at = 0;
-    for (; at + 8 <= length; at += 8) {
-        crc_a = _mm_crc32_u64(crc_a, long_at(a + at));
-        crc_b = _mm_crc32_u64(crc_b, long_at(b + at));
-        crc_c = _mm_crc32_u64(crc_c, long_at(c + at));
-        crc_d = _mm_crc32_u64(crc_d, long_at(d + at));
-    }
-    for (; at < length; at++) {
-        crc_a = _mm_crc32_u8((uint32_t)crc_a, a[at]);
-        crc_b = _mm_crc32_u8((uint32_t)crc_b, b[at]);
-        crc_c = _mm_crc32_u8((uint32_t)crc_c, c[at]);
-        crc_d = _mm_crc32_u8((uint32_t)crc_d, d[at]);
-    }
-    crcs[0] = ~(uint32_t)crc_a;
-    crcs[1] = ~(uint32_t)crc_b;
-    crcs[2] = ~(uint32_t)crc_c;
-    crcs[3] = ~(uint32_t)crc_d;
-}
-
 /* Stretches of one length that wait for company, with the CRCs that they should have. */
 struct lanes {
-    const uint8_t *starts[LANES];
-    uint32_t wanted[LANES];
+    const uint8_t *starts[KV_CRC_STREAMS];
+    uint32_t wanted[KV_CRC_STREAMS];
     unsigned count;
     size_t length;
 };
@@ -99,13 +70,13 @@ struct lanes {
 /* Whether all that wait have their CRCs; none waits then. */
 static int flush(struct lanes *lanes)
 {
-    uint32_t crcs[LANES];
+    uint32_t crcs[KV_CRC_STREAMS];
     int same = 1;
     if (lanes->count == 0)
         return 1;
-    for (unsigned i = lanes->count; i < LANES; i++)
+    for (unsigned i = lanes->count; i < KV_CRC_STREAMS; i++)
         lanes->starts[i] = lanes->starts[0];
-    crc_lanes(lanes->starts, lanes->length, crcs);
+    kv_crc_far(lanes->starts, lanes->length, crcs);
     for (unsigned i = 0; i < lanes->count; i++)
         same &= crcs[i] == lanes->wanted[i];
     lanes->count = 0;
@@ -119,7 +90,7 @@ static int add(struct lanes *lanes, const uint8_t *start, size_t length, uint32_
     lanes->length = length;
     lanes->starts[lanes->count] = start;
     lanes->wanted[lanes->count++] = wanted;
-    return lanes->count < LANES || flush(lanes);
+    return lanes->count < KV_CRC_STREAMS || flush(lanes);
 }
 
 struct wanted {
@@ -252,6 +223,7 @@ end:
 
 static PyMethodDef methods[] = {
     {"check", check, METH_VARARGS, check_doc},
+    KV_CRC_METHODS,
     {NULL, NULL, 0, NULL},
 };
 
@@ -265,10 +237,7 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__records(void)
 {
-    if (!__builtin_cpu_supports("sse4.2")) {
-        PyErr_SetString(PyExc_ImportError, "this processor has no crc32 instruction");
-        return NULL;
-    }
+    kv_crc_prepare();
     PyObject *made = PyModule_Create(&module);
     if (made != NULL && PyModule_AddIntConstant(made, "INTERFACE", KV_INTERFACE) < 0)
         Py_CLEAR(made);

@@ -2,6 +2,8 @@
 
 from typing import Final
 
+from kvstore.types.buffers import Buffer
+
 INTERFACE: Final[int]
 
 def check(
@@ -19,3 +21,6 @@ def check(
     flags: int,
     /,
 ) -> bytes | None: ...
+def crc32c(data: Buffer, /) -> int: ...
+def crc_ways() -> tuple[str, ...]: ...
+def choose_crc(way: str, /) -> None: ...

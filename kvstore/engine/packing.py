@@ -18,13 +18,14 @@ from kvstore.engine.location import DEPTH_BITS, PAGE_BITS, PAGES_BITS
 from kvstore.engine.verify import CRC_COVERS_FROM, GENERATION, RUN_HEADER, Fault, Layout, record_layout
 from kvstore.limits import DIGEST_BYTES, PAGE_BYTES
 from kvstore.types.checksum import crc32c, crcs_match
-from kvstore.types.compiled import require_interface
+from kvstore.types.compiled import require_crc_instruction, require_interface
 from kvstore.wire.slices import DESCRIPTOR_BYTES, FLAG_LAST, encode_fields
 
 try:
     from kvstore.engine import _records
 
     require_interface(_records)
+    require_crc_instruction(_records)
 except ImportError:
     IS_COMPILED = False
 else:

@@ -21,11 +21,13 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
+#include "../types/_crc32c.h"
+
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the wire's words are little endian"
 #endif
 
-#define KV_INTERFACE 2 /* of this module to its Python half; raise it, and kvstore/types/compiled.py, with each change of either */
+#define KV_INTERFACE 3 /* of this module to its Python half; raise it, and kvstore/types/compiled.py, with each change of either */
 #define KV_ID_AT 4          /* of the request id, docs/protocol.md "Header" */
 #define KV_SIZES_AT 8
 #define KV_EPOCH_AT 16
@@ -42,47 +44,10 @@
 #define KV_FORMS 4          /* kinds of request that a node compares with */
 #define KV_DESCRIPTORS 16   /* that may come with one receive; more are closed by the kernel, and it says so */
 
-static uint32_t crc_words[256];
-
-static void crc_prepare(void)
-{
-    for (uint32_t at = 0; at < 256; at++) {
-        uint32_t crc = at;
-        for (int bit = 0; bit < 8; bit++)
-            crc = crc & 1 ? (crc >> 1) ^ 0x82F63B78u : crc >> 1; /* Castagnoli, RFC 3720 appendix B.4 */
-        crc_words[at] = crc;
-    }
-}
-
-static uint32_t crc_by_table(uint32_t crc, const unsigned char *data, size_t length)
-{
-    while (length--)
-        crc = crc_words[(crc ^ *data++) & 255] ^ (crc >> 8);
-    return crc;
-}
-
-#if defined(__x86_64__)
-__attribute__((target("sse4.2"))) static uint32_t crc_by_cpu(uint32_t crc, const unsigned char *data, size_t length)
-{
-    uint64_t wide = crc;
-    for (; length >= 8; data += 8, length -= 8) {
-        uint64_t word;
-        memcpy(&word, data, 8);
-        wide = __builtin_ia32_crc32di(wide, word);
-    }
-    crc = (uint32_t)wide;
-    while (length--)
-        crc = __builtin_ia32_crc32qi(crc, *data++);
-    return crc;
-}
-#endif
-
-static uint32_t (*crc_step)(uint32_t, const unsigned char *, size_t) = crc_by_table;
-
 /* Of a head: all of the header before its CRC, then the body. */
 static uint32_t head_crc(const unsigned char *head, size_t length)
 {
-    return ~crc_step(crc_step(~0u, head, KV_CRC_AT), head + KV_HEADER, length - KV_HEADER);
+    return ~kv_crc_more(kv_crc_more(~0u, head, KV_CRC_AT), head + KV_HEADER, length - KV_HEADER);
 }
 
 static uint32_t u32_at(const unsigned char *data)
@@ -500,20 +465,8 @@ static PyTypeObject answer_type = {
     .tp_methods = answer_methods,
 };
 
-/* Both ways to a checksum, so that a test can compare them on a machine that uses one of them. */
-static PyObject *checksums(PyObject *Py_UNUSED(module), PyObject *data)
-{
-    Py_buffer view;
-    if (PyObject_GetBuffer(data, &view, PyBUF_SIMPLE) < 0)
-        return NULL;
-    uint32_t used = ~crc_step(~0u, view.buf, (size_t)view.len);
-    uint32_t by_table = ~crc_by_table(~0u, view.buf, (size_t)view.len);
-    PyBuffer_Release(&view);
-    return Py_BuildValue("kk", (unsigned long)used, (unsigned long)by_table);
-}
-
 static PyMethodDef functions[] = {
-    {"checksums", checksums, METH_O, "The CRC32C of a buffer, as it is computed here and by table."},
+    KV_CRC_METHODS,
     {NULL},
 };
 
@@ -527,11 +480,7 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__exchange(void)
 {
-    crc_prepare();
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("sse4.2"))
-        crc_step = crc_by_cpu;
-#endif
+    kv_crc_prepare();
     PyObject *made = PyModule_Create(&module);
     if (!made || PyModule_AddType(made, &read_type) < 0 || PyModule_AddType(made, &answer_type) < 0 ||
         PyModule_AddIntConstant(made, "HEAD_BYTES_MAX", KV_HEAD_MAX) < 0 ||

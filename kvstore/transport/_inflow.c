@@ -24,12 +24,9 @@
 #include <sys/uio.h>
 #include <time.h>
 
-#if !defined(__x86_64__)
-#error "needs the crc32 instruction of x86-64; without this module Python does the same"
-#endif
-#include <nmmintrin.h>
+#include "../types/_crc32c.h"
 
-#define KV_INTERFACE 1 /* of this module to its Python half; raise it, and kvstore/types/compiled.py, with each change of either */
+#define KV_INTERFACE 2 /* of this module to its Python half; raise it, and kvstore/types/compiled.py, with each change of either */
 #define KV_START 4 /* of a header, docs/protocol.md "Header": what all DATA frames begin with */
 #define KV_ID_AT 4
 #define KV_BODY_AT 8
@@ -47,16 +44,13 @@
 #define KV_AFTER 12
 #define KV_AHEAD 4096 /* received at a time where it is not known how long a body is */
 #define KV_VECTORS 64 /* of one receive; a piece of shorter records takes some more */
-#define KV_LANES 4
-#define KV_LANES_MIN 1024 /* bytes for which it pays to sum in lanes */
-#define KV_POLY 0x82F63B78u /* Castagnoli, RFC 3720 appendix B.4 */
 
 enum { KV_DONE, KV_ARM, KV_STOP, KV_SIGNAL };
 enum { FREE, ARRIVING, DONE };
 
 typedef struct {
     PyObject_HEAD
-    int handle, is_busy, is_open; /* is_open: a frame was begun, its body has been judged */
+    int handle, is_made, is_busy, is_open; /* is_open: a frame was begun, its body has been judged */
     uint32_t request_id, final_flag, slices_max, count, count_done;
     size_t record_bytes, block_bytes, words, slice_bytes, payload_max, piece_bytes;
     unsigned char start[KV_START], before[KV_BEFORE], after[KV_AFTER];
@@ -70,89 +64,11 @@ typedef struct {
     unsigned long long epoch;
 } Inflow;
 
-/* ---- CRC32C --------------------------------------------------------------------------------------------------- */
-
-static uint32_t powers[64]; /* x to the 2 to the n */
-
-/* The product of two polynomials modulo ours, both with the highest power in the lowest bit. */
-static uint32_t product(uint32_t a, uint32_t b)
-{
-    uint32_t sum = 0;
-    for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
-        if (a & bit)
-            sum ^= b;
-        b = b & 1 ? (b >> 1) ^ KV_POLY : b >> 1;
-    }
-    return sum;
-}
-
-static void prepare_powers(void)
-{
-    powers[0] = 1u << 30;
-    for (int n = 1; n < 64; n++)
-        powers[n] = product(powers[n - 1], powers[n - 1]);
-}
-
-/* What a register is multiplied with to stand `bytes` zeros later. */
-static uint32_t shift_of(size_t bytes)
-{
-    uint32_t power = 1u << 31;
-    for (int n = 3; bytes; bytes >>= 1, n++)
-        if (bytes & 1)
-            power = product(powers[n], power);
-    return power;
-}
-
-static uint64_t long_at(const unsigned char *at)
-{
-    uint64_t word;
-    memcpy(&word, at, sizeof word);
-    return word;
-}
-
 static uint32_t word_at(const unsigned char *at)
 {
     uint32_t word;
     memcpy(&word, at, sizeof word);
     return word;
-}
-
-__attribute__((target("sse4.2"))) static uint32_t crc_one(uint32_t crc, const unsigned char *data, size_t length)
-{
-    uint64_t wide = crc;
-    for (; length >= 8; data += 8, length -= 8)
-        wide = _mm_crc32_u64(wide, long_at(data));
-    crc = (uint32_t)wide;
-    while (length--)
-        crc = _mm_crc32_u8(crc, *data++);
-    return crc;
-}
-
-/* The register after `length` more bytes: four stretches of them side by side, since one instruction takes three cycles
- * and one can begin in each. */
-__attribute__((target("sse4.2"))) static uint32_t crc_more(uint32_t crc, const unsigned char *data, size_t length)
-{
-    static _Thread_local size_t known_lane;
-    static _Thread_local uint32_t known_shift;
-    if (length < KV_LANES_MIN)
-        return crc_one(crc, data, length);
-    size_t lane = length / KV_LANES & ~(size_t)7;
-    if (lane != known_lane) {
-        known_shift = shift_of(lane);
-        known_lane = lane;
-    }
-    const unsigned char *b = data + lane, *c = b + lane, *d = c + lane;
-    uint64_t crc_a = crc, crc_b = 0, crc_c = 0, crc_d = 0;
-    for (size_t at = 0; at < lane; at += 8) {
-        crc_a = _mm_crc32_u64(crc_a, long_at(data + at));
-        crc_b = _mm_crc32_u64(crc_b, long_at(b + at));
-        crc_c = _mm_crc32_u64(crc_c, long_at(c + at));
-        crc_d = _mm_crc32_u64(crc_d, long_at(d + at));
-    }
-    crc = product(known_shift, (uint32_t)crc_a) ^ (uint32_t)crc_b;
-    crc = product(known_shift, crc) ^ (uint32_t)crc_c;
-    crc = product(known_shift, crc) ^ (uint32_t)crc_d;
-    return crc_one(crc, data + KV_LANES * lane, length - KV_LANES * lane);
 }
 
 /* ---- one frame ------------------------------------------------------------------------------------------------ */
@@ -175,7 +91,7 @@ static int begins(Inflow *self)
 /* Whether the body is what is expected behind that header: items that are wanted and have not come. */
 static int opens(Inflow *self)
 {
-    uint32_t crc = crc_more(crc_one(~0u, self->head, KV_CRC_AT), self->body, self->body_bytes);
+    uint32_t crc = kv_crc_more(kv_crc_more(~0u, self->head, KV_CRC_AT), self->body, self->body_bytes);
     uint32_t count = self->frame_count;
     if (~crc != word_at(self->head + KV_CRC_AT) || count > self->count - self->count_done
         || (self->is_final && self->count_done + count != self->count))
@@ -215,7 +131,7 @@ static int check(Inflow *self)
         size_t until_end = room < block_left ? room : block_left, length = self->payload_came - self->checked;
         if (length > until_end)
             length = until_end;
-        self->block_crc = crc_more(self->block_crc, data, length);
+        self->block_crc = kv_crc_more(self->block_crc, data, length);
         self->checked += length;
         if (length == until_end) {
             size_t word = number * self->words + offset / self->block_bytes;
@@ -418,6 +334,7 @@ static int Inflow_init(Inflow *self, PyObject *args, PyObject *kwargs)
         code = take_views(self, views);
     }
     Py_DECREF(views);
+    self->is_made = code == 0;
     return code;
 }
 
@@ -434,9 +351,9 @@ static void Inflow_dealloc(Inflow *self)
 
 static int is_usable(Inflow *self)
 {
-    if (!self->count || self->is_busy)
+    if (!self->is_made || self->is_busy)
         PyErr_SetString(PyExc_ValueError, self->is_busy ? "it is receiving" : "it was not made");
-    return self->count && !self->is_busy;
+    return self->is_made && !self->is_busy;
 }
 
 static PyObject *Inflow_receive(Inflow *self, PyObject *argument)
@@ -548,19 +465,8 @@ static PyTypeObject InflowType = {
     .tp_members = Inflow_members,
 };
 
-static PyObject *crc32c_of(PyObject *self, PyObject *argument)
-{
-    Py_buffer view;
-    (void)self;
-    if (PyObject_GetBuffer(argument, &view, PyBUF_SIMPLE) < 0)
-        return NULL;
-    uint32_t crc = ~crc_more(~0u, view.buf, (size_t)view.len);
-    PyBuffer_Release(&view);
-    return PyLong_FromUnsignedLong(crc);
-}
-
 static PyMethodDef functions[] = {
-    {"crc32c", crc32c_of, METH_O, PyDoc_STR("crc32c(data) -> int, as records are summed here; for tests.")},
+    KV_CRC_METHODS,
     {NULL, NULL, 0, NULL},
 };
 
@@ -574,11 +480,7 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__inflow(void)
 {
-    if (!__builtin_cpu_supports("sse4.2")) {
-        PyErr_SetString(PyExc_ImportError, "this processor has no crc32 instruction");
-        return NULL;
-    }
-    prepare_powers();
+    kv_crc_prepare();
     if (PyType_Ready(&InflowType) < 0)
         return NULL;
     PyObject *made = PyModule_Create(&module);

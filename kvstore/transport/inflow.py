@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kvstore.limits import FRAME_PAYLOAD_BYTES_MAX, SLICES_PER_FRAME_MAX
 from kvstore.transport.exchange import Handle
-from kvstore.types.compiled import require_interface
+from kvstore.types.compiled import require_crc_instruction, require_interface
 from kvstore.wire.expected import DATA_START, WholeRecords
 from kvstore.wire.slices import FLAG_FINAL
 
@@ -17,6 +17,7 @@ try:
     from kvstore.transport import _inflow
 
     require_interface(_inflow)
+    require_crc_instruction(_inflow)
 except ImportError as missing:
     IS_COMPILED = False
     HOW = f"in Python: kvstore.transport._inflow cannot be used ({missing})"

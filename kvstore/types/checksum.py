@@ -15,12 +15,13 @@ from fastcrc import crc32
 
 from kvstore.errors import InvalidRequest
 from kvstore.types.buffers import Buffer, flat_view
-from kvstore.types.compiled import require_interface
+from kvstore.types.compiled import require_crc_instruction, require_interface
 
 try:
     from kvstore.types import _sums
 
     require_interface(_sums)
+    require_crc_instruction(_sums)
 except ImportError:
     IS_COMPILED = False
 else:

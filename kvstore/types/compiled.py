@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Final
+from typing import Final, Protocol
 
 INTERFACES: Final[Mapping[str, int]] = {
     "kvstore.device._uring": 3,
-    "kvstore.engine._records": 1,
-    "kvstore.transport._exchange": 2,
+    "kvstore.engine._records": 2,
+    "kvstore.transport._exchange": 3,
     "kvstore.engine._search": 2,
-    "kvstore.transport._inflow": 1,
-    "kvstore.types._sums": 1,
+    "kvstore.transport._inflow": 2,
+    "kvstore.types._sums": 2,
 }
 BUILD_AGAIN: Final = "pip install --force-reinstall --no-deps kvstore"
 
@@ -36,3 +36,21 @@ def require_interface(part: ModuleType) -> None:
             f"this code goes with {wanted}; build it again ({BUILD_AGAIN})",
             name=part.__name__,
         )
+
+
+class Summing(Protocol):
+    """A part that computes checksums (`_crc32c.h`)."""
+
+    def crc_ways(self) -> tuple[str, ...]:
+        """How this processor can, the best way last."""
+        ...
+
+
+def require_crc_instruction(part: Summing) -> None:
+    """Refuse a part that sums payload where the processor has no instruction for it: Python's library is faster.
+
+    Raises:
+        ImportError: as if the part could not be imported.
+    """
+    if len(part.crc_ways()) < 2:
+        raise ImportError("this processor has no instruction for CRC32C that the compiled part knows")

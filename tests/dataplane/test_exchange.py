@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvstore.transport import _exchange, exchange
-from kvstore.types.checksum import crc32c, crc_table
+from kvstore.types.checksum import crc_table
 from kvstore.wire.header import FrameType, encode_head
 from kvstore.wire.messages import Get
 from kvstore.wire.plain import PLAIN_GETS, PLAIN_GETS_INTO, data_head, placed_head, record_head
@@ -222,9 +222,3 @@ def test_descriptors_that_come_with_a_request_are_handed_over(sent: int, kept: i
     for one in descriptors:
         assert not os.get_inheritable(one)
         os.close(one)
-
-
-def test_both_ways_to_a_checksum() -> None:
-    for length in (*range(40), 4096, 65_537):
-        data = os.urandom(length)
-        assert _exchange.checksums(data) == (crc32c(data), crc32c(data))
