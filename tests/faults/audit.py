@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.types.results import Hit, Miss
-from kvstore_client import KVClient
 from tests.faults.content import DOCUMENT_CHUNKS, chain, chunk_bytes, document_of, namespace, payload
 from tests.faults.ledger import Ledger, Observation
+from tests.faults.load import patient_client
 
 DEADLINE_S: Final = 30.0
 BATCH_DOCUMENTS: Final = 4
@@ -48,7 +48,7 @@ def audit(address: str, ledger: Ledger, *, beyond_documents: int = 2) -> Audit:
     wrong: list[str] = []
     reasons: dict[int, str] = {}
     hit_bytes = 0
-    with KVClient.connect(address) as client:
+    with patient_client(address) as client:
         store = client.namespace(namespace())
         for at in range(0, len(documents), BATCH_DOCUMENTS):
             batch = documents[at : at + BATCH_DOCUMENTS]

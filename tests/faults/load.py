@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from kvstore.errors import Unavailable
 from kvstore.types.keys import KeyChain
 from kvstore.types.results import Exists, Hit, Miss, Refused, Stored
 from kvstore_client import KVClient
 from kvstore_client.namespace_handle import BoundNamespace
 from tests.faults.content import DOCUMENT_CHUNKS, chain_slice, chunk_bytes, namespace, payload
 from tests.faults.ledger import Deed, Event, Outcome, delete_outcome, put_outcome
+from tests.faults.node import READY_S
 
 T = TypeVar("T")
 
@@ -27,6 +29,17 @@ DEADLINE_S: Final = 2.0
 WRITER_TTL_S: Final = 5.0
 PAUSE_S: Final = 0.05  # after a call that a dead node could not answer: not to burn the processor it starts on
 _DOWN: Final = ("UNAVAILABLE", "OUTCOME_UNKNOWN", "OVERLOADED")
+
+
+def patient_client(address: str) -> KVClient:
+    """A client of a node that serves, but answers later than a connection waits: its processor is emulated, or busy."""
+    end = time.monotonic() + READY_S
+    while True:
+        try:
+            return KVClient.connect(address)
+        except Unavailable:
+            if time.monotonic() > end:
+                raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +88,7 @@ class Load:
             for number in range(plan.threads)
         ]
         # two threads share a client, as the threads of an inference worker do
-        self._clients = [KVClient.connect(address) for _ in range((plan.threads + 1) // 2)]
+        self._clients = [patient_client(address) for _ in range((plan.threads + 1) // 2)]
 
     @property
     def next_document(self) -> int:
