@@ -39,9 +39,11 @@ class IoOp:
         error: errno-carrying OSError after completion, else None.
         owner: whatever the submitter wants back, typically a callable or a continuation object.
         extent_count: how many operations of the drive it is; see `scattered.ScatteredRead`.
+        is_urgent: it goes past what waits in classes; see `UrgentWrite`.
     """
 
     extent_count: int = 1
+    is_urgent: bool = False
 
     __slots__ = (
         "buffers",
@@ -73,6 +75,21 @@ class IoOp:
         self.error: OSError | None = None
         self.done_bytes = 0
         self.submitted_ns = 0
+
+
+class UrgentWrite(IoOp):
+    """A write of the log, or of a segment's header, index or footer: what many commits, or free room, wait for.
+
+    Whoever submits it says so, since a record may be as short: those go with their class, or a flood of small puts
+    would take the drive before reads. At most a batch of the log and a few pages are on their way at any time.
+    """
+
+    __slots__ = ()
+
+    is_urgent = True
+
+    def __init__(self, offset: int, buffers: Sequence[memoryview], *, flow: FlowClass, owner: Any = None) -> None:
+        super().__init__(IoKind.WRITE, offset, buffers, flow=flow, owner=owner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

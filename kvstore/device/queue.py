@@ -5,9 +5,9 @@ gets a little first and more with each completion: the first bytes are then on t
 read, even where a drive (or the host of a virtual one) tells of all it was given at once. Counts, latency and health
 are kept here, because every operation of the drive passes by.
 
-A short write goes past all that is longer, and past the bound of bytes: it is a commit record, or frees a segment, and
-somebody waits for it. The bound is higher while nobody waits for a read: a drive that is given its next write only when
-one has ended stands still in between.
+An urgent write goes past what waits in classes, and past the bound of bytes: it holds commit records, or frees a
+segment, and many wait for it. The bound is higher while nobody waits for a read: a drive that is given its next write
+only when one has ended stands still in between.
 
 A scattered read is one object here and as many operations as it has extents: where not all of them have room it is cut,
 and handed back when its last part has come. It takes one turn of its class, as a long read does.
@@ -32,7 +32,6 @@ from kvstore.limits import (
     QUEUE_DEPTH_DEFAULT,
     QUEUE_DEPTH_MAX,
     QUEUED_OPS_MAX,
-    SHORT_WRITE_BYTES,
 )
 from kvstore.telemetry.metrics import DeviceFault, DeviceMetrics
 from kvstore.types.flow import FlowClass
@@ -113,7 +112,7 @@ class DispatchQueue:
         self.started_by_flow = [0] * len(FLOWS)
         self.in_flight_by_flow = [0] * len(FLOWS)
         self._queues: list[deque[IoOp]] = [deque() for _ in FLOWS]
-        self._short: deque[IoOp] = deque()  # writes that wait for nothing but depth
+        self._urgent: deque[IoOp] = deque()  # wait for nothing but depth
         self._reads = 0  # extents that wait, and those on the drive that somebody waits for
         self._parts: set[ScatteredRead] = set()  # on the drive, of scattered reads that were cut
 
@@ -124,7 +123,7 @@ class DispatchQueue:
     def queued_by_flow(self) -> list[int]:
         """Operations that wait, indexed by FlowClass."""
         waiting = [sum(_extents_left(op) for op in queue) for queue in self._queues]
-        for op in self._short:
+        for op in self._urgent:
             waiting[op.flow] += 1
         return waiting
 
@@ -137,8 +136,8 @@ class DispatchQueue:
         if self.queued >= QUEUED_OPS_MAX:
             raise Overloaded(f"{self.queued} operations wait for the drive, the limit is {QUEUED_OPS_MAX}; retry later")
         kind, flow = op.kind, op.flow
-        if kind is _WRITE and op.length_bytes <= SHORT_WRITE_BYTES:
-            self._short.append(op)
+        if op.is_urgent:
+            self._urgent.append(op)
         else:
             self._queues[flow].append(op)
             if kind is _READ:
@@ -150,16 +149,16 @@ class DispatchQueue:
         room = min(self.depth - self.in_flight, self.queued)
         bytes_max = self._bytes_max if self._reads else DRIVE_WRITE_BYTES_IN_FLIGHT_MAX
         bytes_room = bytes_left = bytes_max - self.in_flight_bytes
-        short = self._short
-        if room <= 0 or (bytes_room <= 0 and not short):
+        urgent = self._urgent
+        if room <= 0 or (bytes_room <= 0 and not urgent):
             return
         if now_ns is None:
             now_ns = time.monotonic_ns()
         batch: list[IoOp] = []
         started, in_flight = self.started_by_flow, self.in_flight_by_flow
         total = 0
-        while short and room:
-            op = short.popleft()
+        while urgent and room:
+            op = urgent.popleft()
             op.submitted_ns = now_ns
             bytes_left -= op.length_bytes
             started[op.flow] += 1
@@ -312,8 +311,8 @@ class DispatchQueue:
 
     def drain(self) -> list[IoOp]:
         """Take back everything that waits and was never started, for a shutdown; what is in flight goes on."""
-        batch = list(self._short)
-        self._short.clear()
+        batch = list(self._urgent)
+        self._urgent.clear()
         for queue in self._queues:
             begun = [op for op in queue if _extents_left(op) < op.extent_count]  # goes on as well
             batch.extend(op for op in queue if op not in begun)

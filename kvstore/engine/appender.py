@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from kvstore.device.base import IoKind, IoOp
+from kvstore.device.base import IoKind, IoOp, UrgentWrite
 from kvstore.engine.allocator import Allocator
 from kvstore.engine.blocking import pages as fresh_pages
 from kvstore.engine.format import SegmentHeader, Superblock, encode_segment_header
@@ -159,8 +159,7 @@ class Appender:
         page = fresh_pages(PAGE_BYTES)
         page[:] = encode_segment_header(header)
         self.queue.submit(
-            IoOp(
-                IoKind.WRITE,
+            UrgentWrite(
                 self._table.offset(target.segment),
                 [page],
                 flow=FlowClass.WRITEBACK,

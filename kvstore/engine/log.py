@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-from kvstore.device.base import IoKind, IoOp
+from kvstore.device.base import IoKind, IoOp, UrgentWrite
 from kvstore.engine.blocking import pages
 from kvstore.engine.format import Superblock
 from kvstore.engine.job import IoQueue, Steps, Syncer, io, start
@@ -182,8 +182,7 @@ class Log:
             )
             page = self._buffer[at * PAGE_BYTES : (at + 1) * PAGE_BYTES]
             encode_block(header, self._superblock.disk_id, page)
-        op = IoOp(
-            IoKind.WRITE,
+        op = UrgentWrite(
             self._superblock.half_offset(place.half) + place.next_block * PAGE_BYTES,
             [self._buffer[: len(used) * PAGE_BYTES]],
             flow=FlowClass.WRITEBACK,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvstore.device.base import IoKind, IoOp
+from kvstore.device.base import IoKind, IoOp, UrgentWrite
 from kvstore.engine.allocator import Allocator
 from kvstore.engine.appender import Appender
 from kvstore.engine.arena import Arena, Piece
@@ -139,8 +139,11 @@ class Reclaimer:
         One that a read holds has to wait for it before it is free, and puts would wait with it: others go first.
         """
         candidates = self.candidates()
-        free = candidates[[not self._table.is_held(one) for one in candidates.tolist()]]
-        return choose_victim(self._ledger.catalog.scores, free if len(free) else candidates)
+        first = choose_victim(self._ledger.catalog.scores, candidates)
+        if first is None or not self._table.is_held(first):
+            return first  # the first of all is the first of those that no read holds
+        free = candidates[~self._table.held()[candidates]]
+        return choose_victim(self._ledger.catalog.scores, free) if len(free) else first
 
     def evict(self, victim: int) -> Steps[None]:
         """Free one segment, unless moving what is pinned in it does not pay: then it is avoided for a while."""
@@ -269,11 +272,11 @@ class Reclaimer:
     def _erase(self, victim: int) -> Steps[None]:
         """Make sure that nothing of the segment can come back, then let it be used again."""
         empty = pages(PAGE_BYTES)
-        # At once, each behind what is being written: with one of the two left the segment is found as it was, or empty.
+        # Both at once: with one of the two left the segment is found as it was, or empty.
         error: OSError | None = yield io(
             self._queue,
             [
-                IoOp(IoKind.WRITE, self._table.offset(victim, page), [empty], flow=FlowClass.BACKGROUND)
+                UrgentWrite(self._table.offset(victim, page), [empty], flow=FlowClass.BACKGROUND)
                 for page in (self._table.segment_pages - 1, 0)
             ],
         )

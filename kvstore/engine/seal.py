@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvstore.device.base import IoKind, IoOp
+from collections.abc import Sequence
+
+from kvstore.device.base import IoOp, UrgentWrite
 from kvstore.engine.allocator import Allocator
 from kvstore.engine.blocking import pages
 from kvstore.engine.format import (
@@ -49,7 +51,7 @@ class Sealer:
         if error is not None:
             self._allocator.unsealed.append(target)
 
-    def _ops(self, target: OpenSegment) -> list[IoOp]:
+    def _ops(self, target: OpenSegment) -> Sequence[IoOp]:
         image = seal_image(
             target.entries(),
             segment=target.segment,
@@ -61,7 +63,7 @@ class Sealer:
         self._metrics.log_bytes += len(image)
         start = self._allocator.table.offset(target.segment + 1) - len(image)
         return [
-            IoOp(IoKind.WRITE, start + at, [image[at : at + DEVICE_IO_BYTES_MAX]], flow=FlowClass.WRITEBACK)
+            UrgentWrite(start + at, [image[at : at + DEVICE_IO_BYTES_MAX]], flow=FlowClass.WRITEBACK)
             for at in range(0, len(image), DEVICE_IO_BYTES_MAX)
         ]
 

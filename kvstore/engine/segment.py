@@ -158,6 +158,11 @@ class SegmentTable:
         """Whether a read is in flight in the segment."""
         return self._holds[segment] > 0
 
+    def held(self) -> npt.NDArray[np.bool_]:
+        """`is_held` of all segments."""
+        held: npt.NDArray[np.bool_] = np.array(self._holds) > 0
+        return held
+
     def release(self, segment: int) -> None:
         """Ends one `hold`."""
         holds = self._holds[segment] = self._holds[segment] - 1

@@ -216,6 +216,7 @@ class Store:
         self._ahead_pages = min(int(self.table.segment_pages * EVICT_AHEAD_SHARE), EVICT_AHEAD_BYTES // PAGE_BYTES)
         self._next_sweep_ns = 0
         self._revive_ns = self._erase_ns = 0
+        self._erased_last = -1
         self.recovered = self._take_over(io, scan, found, bad_manifests, began_ns)
 
     # --- recovery -----------------------------------------------------------------------------------------------------
@@ -335,6 +336,7 @@ class Store:
     def next_timer_ns(self) -> int | None:
         """When `poll` has something to do even if no operation completes."""
         sweeps = self.writer.pending or self.allocator.next_retry_ns() is not None or self.log.failed is not None
+        sweeps = sweeps or self.table.in_state_count[SegmentState.BAD] > 0
         times = [self._next_sweep_ns] if sweeps else []
         others = (self.writer.next_timer_ns(), self.scrubber.next_timer_ns())
         return min([*times, *(at for at in others if at is not None)], default=None)
@@ -358,7 +360,10 @@ class Store:
             self._erase_ns = now_ns + SPACE_RETRY_NS_MIN
         elif now_ns >= self._erase_ns:
             self._erase_ns = 0
-            start(self.reclaimer.erase_again(int(bad[0])))
+            later = bad[bad > self._erased_last]  # in turn, or one that never can be would keep the others waiting
+            self._erased_last = int(later.min() if len(later) else bad.min())
+            self.metrics.erase_retries += 1
+            start(self.reclaimer.erase_again(self._erased_last))
 
     @property
     def idle(self) -> bool:
@@ -454,5 +459,6 @@ class Store:
         metrics.namespaces = len(self.namespaces)
         free = self.allocator.free_count()
         metrics.segments_free = free
-        metrics.segments_used = table.count - free
+        metrics.segments_bad = table.in_state_count[SegmentState.BAD]
+        metrics.segments_used = table.count - free - metrics.segments_bad
         metrics.write_amplification = self.reclaimer.budget.amplification

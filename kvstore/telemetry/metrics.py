@@ -150,6 +150,7 @@ class EngineMetrics:
     namespaces: int = gauge("kvstore_namespaces", "Namespaces known")
     segments_used: int = gauge("kvstore_segments", "Segments of the drive", state="used")
     segments_free: int = gauge("kvstore_segments", "Segments of the drive", state="free")
+    segments_bad: int = gauge("kvstore_segments", "Segments of the drive", state="bad")
     # cache and staging memory
     cache_hits: int = counter("kvstore_cache_records", "Records asked of the RAM cache", result="hit")
     cache_misses: int = counter("kvstore_cache_records", "Records asked of the RAM cache", result="miss")
@@ -190,6 +191,9 @@ class EngineMetrics:
     evicted_records: int = counter("kvstore_evicted_records", "Records evicted")
     evicted_bytes: int = counter("kvstore_evicted_bytes", "Padded bytes of records evicted")
     evicted_segments: int = counter("kvstore_evicted_segments", "Segments evicted")
+    erase_retries: int = counter(
+        "kvstore_erase_retries", "Times that a segment which the drive would not erase was tried again"
+    )
     reinserted_records: int = counter("kvstore_reinserted_records", "Records moved out of an evicted segment")
     pins: list[int] = gauge_by("kvstore_pins", "Pins held, by age", label="age", values=_PIN_AGES)
     pinned_bytes: int = gauge("kvstore_pinned_bytes", "Bytes held by pins")

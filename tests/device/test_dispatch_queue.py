@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore import limits
 from kvstore.device import queue as dispatch
-from kvstore.device.base import IoKind, IoOp
+from kvstore.device.base import IoKind, IoOp, UrgentWrite
 from kvstore.device.health import DriveHealth, HealthMonitor
 from kvstore.device.memory import MemoryDevice
 from kvstore.device.queue import FLOWS, DispatchQueue, RoundRobin
@@ -102,9 +102,8 @@ def test_an_operation_above_the_bound_of_bytes_goes_alone(monkeypatch: pytest.Mo
     device.close()
 
 
-def test_a_short_write_goes_past_long_ones_and_the_bound_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_urgent_write_goes_past_others_and_the_bound_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "DRIVE_WRITE_BYTES_IN_FLIGHT_MAX", PAGE)
-    monkeypatch.setattr(dispatch, "SHORT_WRITE_BYTES", PAGE)
     device = FaultyDevice(MemoryDevice(size_bytes=MIB))
     queue = DispatchQueue(device, 3)
     device.hold()
@@ -113,7 +112,7 @@ def test_a_short_write_goes_past_long_ones_and_the_bound_of_bytes(monkeypatch: p
     queue.start()
     assert queue.in_flight == 1
     for at in range(4, 8):
-        queue.submit(IoOp(IoKind.WRITE, at * 8 * PAGE, [aligned(PAGE)], flow=FlowClass.WRITEBACK, owner=at))
+        queue.submit(UrgentWrite(at * 8 * PAGE, [aligned(PAGE)], flow=FlowClass.WRITEBACK, owner=at))
     queue.start()
     assert (queue.in_flight, queue.in_flight_bytes, queue.queued) == (3, 10 * PAGE, 5)
     assert queue.queued_by_flow()[FlowClass.WRITEBACK] == 5
@@ -123,9 +122,24 @@ def test_a_short_write_goes_past_long_ones_and_the_bound_of_bytes(monkeypatch: p
         ends += [op.owner for op in queue.pump()]
     assert ends == [0, 4, 5, 6, 7, 1, 2, 3]
     assert (queue.in_flight_bytes, queue.in_flight_by_flow) == (0, [0] * len(FLOWS))
-    queue.submit(IoOp(IoKind.WRITE, 0, [aligned(PAGE)], owner=8))
+    queue.submit(UrgentWrite(0, [aligned(PAGE)], flow=FlowClass.BACKGROUND, owner=8))
     assert [op.owner for op in queue.drain()] == [8]
     device.close()
+
+
+def test_a_flood_of_short_records_takes_turns_with_reads(drive: FaultyDevice) -> None:
+    """They are as short as a block of the log, which does go first."""
+    queue = DispatchQueue(drive, 4)
+    for at in range(40):
+        queue.submit(IoOp(IoKind.WRITE, at * PAGE, [aligned(PAGE)], flow=FlowClass.WRITEBACK, owner="record"))
+    for at in range(4):
+        queue.submit(IoOp(IoKind.READ, at * PAGE, [aligned(PAGE)], flow=FlowClass.DECODE_READ, owner="read"))
+    queue.submit(UrgentWrite(100 * PAGE, [aligned(PAGE)], flow=FlowClass.WRITEBACK, owner="log"))
+    order: list[str] = []
+    while queue.queued or queue.in_flight:
+        order += [op.owner for op in queue.pump()]
+    assert order[:9] == ["log"] + ["read", "record"] * 4
+    assert order[9:] == ["record"] * 36
 
 
 @pytest.mark.parametrize("flow", [FlowClass.DECODE_READ, FlowClass.BACKGROUND])
@@ -135,7 +149,6 @@ def test_more_bytes_of_writes_are_on_the_drive_while_no_read_waits(
     monkeypatch.setattr(dispatch, "DRIVE_BYTES_AT_FIRST", PAGE)
     monkeypatch.setattr(dispatch, "DRIVE_BYTES_IN_FLIGHT_MAX", PAGE)
     monkeypatch.setattr(dispatch, "DRIVE_WRITE_BYTES_IN_FLIGHT_MAX", 3 * PAGE)
-    monkeypatch.setattr(dispatch, "SHORT_WRITE_BYTES", 0)
     device = FaultyDevice(MemoryDevice(size_bytes=MIB))
     queue = DispatchQueue(device, 100)
     device.hold()

@@ -9,12 +9,14 @@ from kvstore.device.base import IoKind, IoOp
 from kvstore.device.memory import MemoryDevice
 from kvstore.engine import job
 from kvstore.engine.api import NamespaceRef
+from kvstore.engine.blocking import pages
 from kvstore.engine.location import location_segment
 from kvstore.engine.namespaces import index_keys
 from kvstore.engine.segment import SegmentState
 from kvstore.limits import PAGE_BYTES, SPACE_RETRY_NS_MIN, KiB, MiB
 from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice
 from kvstore.testing.store_rig import StoreRig
+from kvstore.types.flow import FlowClass
 from kvstore.types.results import Stored
 
 
@@ -184,6 +186,52 @@ def test_a_victim_that_could_not_be_erased_is_erased_later_and_what_was_kept_for
     assert all(again.get(ref, key_of(n)) is None for n in gone)
 
 
+def test_a_segment_that_never_can_be_erased_does_not_keep_another_waiting() -> None:
+    rig, gate, ref = rig_of(40)
+    table = rig.store.table
+    victims = sorted(table.in_state(SegmentState.SEALED)[:2].tolist())
+    for victim in victims:
+        start = table.offset(victim)
+        gate.inject(
+            Fault(
+                action=FaultAction.ERROR,
+                kind=IoKind.WRITE,
+                start=start,
+                end=start + table.segment_bytes,
+                times=None if victim == victims[0] else 2,
+            )
+        )
+        job.start(rig.store.reclaimer.evict(victim))
+        rig.settle()
+    assert [int(table.state[victim]) for victim in victims] == [SegmentState.BAD] * 2
+    rig.store.update_gauges()
+    assert rig.metrics.segments_bad == 2
+    assert rig.metrics.segments_used + rig.metrics.segments_free + rig.metrics.segments_bad == table.count
+    assert rig.store.next_timer_ns() is not None, "it is tried again though nothing else happens"
+    for _ in range(8):
+        rig.now_ns += 2 * SPACE_RETRY_NS_MIN
+        rig.settle()
+    assert [int(table.state[victim]) for victim in victims] == [SegmentState.BAD, SegmentState.FREE]
+    assert rig.metrics.erase_retries >= 3
+    assert all(rig.get(ref, key_of(n)) in (None, payload_of(n)) for n in range(40))
+
+
+def test_the_victim_is_the_first_that_no_read_holds() -> None:
+    rig, _, _ = rig_of(60)
+    table, reclaimer = rig.store.table, rig.store.reclaimer
+    held: list[int] = []
+    while (victim := reclaimer.choose()) not in held:
+        assert victim is not None
+        held.append(victim)
+        table.hold(victim)
+    assert sorted(held) == sorted(table.in_state(SegmentState.SEALED).tolist())
+    assert victim == held[0], "all are held: the first has to do"
+    for segment in held[1:]:
+        table.release(segment)
+        assert reclaimer.choose() == segment
+        table.hold(segment)
+
+
 def test_moves_do_not_wait_for_room_that_was_lost_with_the_open_segment() -> None:
     """The room of a victim's records is in the open segment; none is free until the victim is."""
     rig, gate, ref = rig_of(20)
@@ -210,3 +258,55 @@ def test_moves_do_not_wait_for_room_that_was_lost_with_the_open_segment() -> Non
     assert rig.store.table.state[victim] != SegmentState.EVICTING
     assert isinstance(rig.put(ref, key_of(7777), b"room again"), Stored)
     rig.check_accounts()
+
+
+def test_a_flood_of_small_puts_lets_reads_have_their_turns() -> None:
+    """Each is as short as a block of the log, and is no more urgent than the class it comes in."""
+    gate = Gate(MemoryDevice(size_bytes=16 * MiB))
+    rig = StoreRig(gate, depth=4)
+    ref = rig.namespace()
+    rig.put(ref, key_of(0), payload_of(0))
+    rig.settle()
+    gate.hold()
+    for number in range(1, 60):
+        rig.begin_put(ref, key_of(number), payload_of(number, 1 * KiB))
+        rig.poll()
+    waiting = rig.queue.queued
+    assert waiting > 40
+    done: list[IoOp] = []
+    read = IoOp(IoKind.READ, rig.store.table.offset(0), [pages(PAGE_BYTES)], flow=FlowClass.DECODE_READ)
+    read.owner = done.append
+    rig.queue.submit(read)
+    ended = 0
+    while not done:
+        gate.release(1)
+        ended += 1
+        rig.poll()
+    assert ended <= 4 + 2, "what was on the drive, and a turn of the writes"
+    gate.release()
+    rig.settle()
+
+
+def test_what_commits_wait_for_goes_past_records() -> None:
+    """The log, a segment's header, its index and its erasure; a record of any length does not."""
+    rig, gate, ref = rig_of(20)
+    seen: dict[bool, set[str]] = {True: set(), False: set()}
+    table = rig.store.table
+
+    def watch(op: IoOp) -> bool:
+        if op.kind is IoKind.WRITE:
+            page = (op.offset - table.offset(0)) // PAGE_BYTES % table.segment_pages
+            ends = page + op.length_bytes // PAGE_BYTES
+            where = "log" if op.offset < table.offset(0) else "header" if page == 0 else "record"
+            seen[op.is_urgent].add("footer" if ends == table.segment_pages else where)
+        return False
+
+    gate.closed_for = watch
+    rig.put(ref, key_of(30), payload_of(30, 1))
+    rig.store.appender.open_segment()
+    rig.put(ref, key_of(31), payload_of(31, 1))
+    rig.settle()
+    job.start(rig.store.reclaimer.evict(int(table.in_state(SegmentState.SEALED)[0])))
+    rig.settle()
+    assert seen[True] == {"log", "header", "footer"}
+    assert seen[False] == {"record"}
