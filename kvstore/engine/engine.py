@@ -37,6 +37,7 @@ from kvstore.engine.drive import data_file, is_block_device, prepare_drive
 from kvstore.engine.estimate import DayMeter, LoadEstimator
 from kvstore.engine.explain import KeyFate, fate_of
 from kvstore.engine.glance import Glance
+from kvstore.engine.history_file import HISTORY_FILE, HistoryFile
 from kvstore.engine.hooks import Hooks
 from kvstore.engine.identity import NO_CLUSTER, refuse_foreign_file
 from kvstore.engine.loads import Loader
@@ -123,6 +124,7 @@ class DriveEngine:
         metrics: EngineMetrics | None = None,
         device_metrics: DeviceMetrics | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        history_path: Path | None = None,
     ) -> None:
         """Recover what is on the drive, or make a store on an empty one. Takes over the device.
 
@@ -153,6 +155,7 @@ class DriveEngine:
         )
         entries_max = superblock.capacity_bytes // (_RECORD_PAGES_MIN * PAGE_BYTES)
         self.catalog = Catalog(entries_max=min(entries_max, INDEX_ENTRIES_MAX), segment_count=superblock.segment_count)
+        self._history_file = HistoryFile(history_path, self.catalog.history, disk_id=superblock.disk_id)
         self._memory = Hooks(self.cache, self.catalog)
         self.store = Store(
             queue=self._queue,
@@ -210,7 +213,8 @@ class DriveEngine:
         self._misses = Misses(catalog=self.catalog, pending=self._pending, cache=self.cache)
         self._day = DayMeter(now_ns)
         self._closed = False
-        self._clock = TickClock(now_ns=now_ns, last_tick=self.store.recovered.tick_max)
+        last_tick = max(self.store.recovered.tick_max, self._history_file.tick)
+        self._clock = TickClock(now_ns=now_ns, last_tick=last_tick)
         self._turn(now_ns)
         self._warming = Warming(arena, device) if settings.warming else None
 
@@ -249,6 +253,7 @@ class DriveEngine:
                 metrics=metrics,
                 device_metrics=numbers,
                 on_progress=on_progress,
+                history_path=Path(path) / HISTORY_FILE if Path(path).is_dir() else None,
             )
         except BaseException:
             device.close()
@@ -502,6 +507,7 @@ class DriveEngine:
 
     def update_gauges(self, now_ns: int) -> None:
         """Bring the gauges among the metrics up to date; call before they are sent."""
+        self._history_file.poll(now_ns, self._tick)
         self.store.update_gauges()
         self._queue.update_gauges()
         metrics, cache, catalog = self.metrics, self.cache, self.catalog
@@ -569,6 +575,7 @@ class DriveEngine:
         while not self.idle and time.monotonic_ns() < deadline_ns:
             ready.poll(_CLOSE_TURN_MS)
             self.poll(time.monotonic_ns())
+        self._history_file.close(self._tick, within_s=1.0)
         self.device.close()
 
 

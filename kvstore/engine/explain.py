@@ -82,7 +82,7 @@ def gone(event: Event, *, ago_ticks: int) -> KeyFate:
 
 def unknown(*, remembered: int) -> KeyFate:
     """Nothing is known of it."""
-    since = "this drive was opened"  # what went is remembered in RAM only
+    since = "this drive was opened"  # nothing was remembered over the restart either
     if remembered:
         since = f"the last {remembered} event{'s' if remembered > 1 else ''} that this drive remembers"
     return KeyFate(status=MissReason.ABSENT, text=f"never written here, or gone before {since}", ago_ns=0)

@@ -36,14 +36,23 @@ _REASON_OF: Final = np.array(
 )
 
 
+_EVENT: Final = np.dtype([("key", "<u8", (2,)), ("tick", "<u4"), ("fate", "u1")])
+"""One event as it is dumped."""
+
+
 class History:
-    """The last `entries_max` events, newest per key. Keys are index keys (salted), shape [n, 2] of u64."""
+    """The last `entries_max` events, newest per key. Keys are index keys (salted), shape [n, 2] of u64.
+
+    Attributes:
+        noted: how many events there were since it was made.
+    """
 
     def __init__(self, entries_max: int = HISTORY_ENTRIES_MAX, *, seed: int | None = None) -> None:
         self._entries_max = entries_max
         self._keys: U64 = np.zeros((entries_max, 2), dtype=np.uint64)
         self._fates: U8 = np.zeros(entries_max, dtype=np.uint8)
         self._ticks = np.zeros(entries_max, dtype=np.uint32)
+        self.noted = 0
         self._next = 0
         self._is_full = False  # entries are used for the second time
         self._places = Index(entries_max * 2, seed=seed)  # key -> ring position + 1
@@ -67,6 +76,30 @@ class History:
         self._ticks[at] = tick
         self._places.insert_many(keys, places, 0)
         self._next = (self._next + len(keys)) % self._entries_max
+        self.noted += len(keys)
+
+    def dump(self) -> bytes:
+        """All that is remembered, the oldest first, for `restore`."""
+        at = np.flatnonzero(self._fates)
+        at = np.concatenate([at[at >= self._next], at[at < self._next]])
+        events = np.zeros(len(at), dtype=_EVENT)
+        events["key"], events["fate"], events["tick"] = self._keys[at], self._fates[at], self._ticks[at]
+        return events.tobytes()
+
+    def restore(self, data: bytes) -> bool:
+        """Remember what another history did, as if it had happened here. False if these are no such bytes."""
+        if len(data) % _EVENT.itemsize:
+            return False
+        events = np.frombuffer(data, dtype=_EVENT)[-self._entries_max :]
+        if not np.isin(events["fate"], [int(fate) for fate in Fate]).all():
+            return False
+        if not len(events):
+            return True
+        keys, fates, ticks = np.ascontiguousarray(events["key"], dtype=np.uint64), events["fate"], events["tick"]
+        starts = [0, *(np.flatnonzero((fates[1:] != fates[:-1]) | (ticks[1:] != ticks[:-1])) + 1).tolist()]
+        for start, end in zip(starts, [*starts[1:], len(events)], strict=True):
+            self.note(keys[start:end], Fate(int(fates[start])), int(ticks[start]))
+        return True
 
     def event(self, key0: int, key1: int) -> Event | None:
         """The last that is remembered of one key."""
