@@ -186,9 +186,10 @@ class FaultyDevice:
     def crash(self, survival: Survival = Survival.ALL) -> FaultyDevice:
         """The node dies now; returns the drive as the next start finds it, without faults.
 
-        Operations that have not completed land not at all, whole, or up to a sector (a seeded choice); with NONE, not
-        at all. Completed writes that were not synced survive as `survival` says; for NONE and SOME the device must
-        have been made with `remember_unsynced`. This object is closed to its users; the wrapped device lives on.
+        Operations that have not completed land not at all, whole, up to a sector, or in any of their pages (a seeded
+        choice); with NONE, not at all. Completed writes that were not synced survive as `survival` says; for NONE and
+        SOME the device must have been made with `remember_unsynced`. This object is closed to its users; the wrapped
+        device lives on.
         """
         self._check_open()
         assert survival is Survival.ALL or self._remember, "make the device with remember_unsynced=True"
@@ -218,8 +219,15 @@ class FaultyDevice:
         return [write for write in self._unsynced if self._random.random() < 0.5]
 
     def _land_part(self, offset: int, data: bytes) -> None:
+        """Nothing, all, the first sectors, or any of the pages: a long write is several commands to a drive."""
+        kind = self._random.randrange(4)
+        if kind == 3:
+            for at in range(0, len(data), _PAGE_BYTES):
+                if self._random.random() < 0.5:
+                    self._land(offset + at, data[at : at + _PAGE_BYTES])
+            return
         units = len(data) // _TORN_UNIT_BYTES
-        self._land(offset, data[: self._random.choice((0, units, self._random.randint(0, units))) * _TORN_UNIT_BYTES])
+        self._land(offset, data[: (0, units, self._random.randint(0, units))[kind] * _TORN_UNIT_BYTES])
 
     # ---- the Device protocol ----------------------------------------------------------------------------------
 
