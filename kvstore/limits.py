@@ -316,6 +316,7 @@ INTEGRATION_RESTORE_ATTEMPTS: Final = 4
 CONNECT_NS_MAX: Final = 2 * SECOND_NS  # one TCP connect and HELLO; a loopback or rack takes well under a millisecond
 NAME_LOOKUPS_MAX: Final = 16  # host names that one client process looks up at a time, each in a thread
 CONNECTION_IDLE_NS_MAX: Final = 60 * SECOND_NS
+ORPHAN_NS_MIN: Final = SECOND_NS  # a connection that is in use for so long may have been lost by an interrupted call
 CALLS_WAITING_MAX: Final = 256  # calls of one process that wait for a connection to one target
 DRAIN_BYTES_MAX: Final = 4 * MiB  # what an ended call may leave unread before closing its connection is cheaper
 DRAIN_NS_MAX: Final = 100 * MS_NS

@@ -8,7 +8,7 @@ import time
 
 from kvstore.cluster.view import TargetId
 from kvstore.errors import Closed, DeadlineExceeded, KVStoreError, Overloaded, Unavailable
-from kvstore.limits import BREAKER_PROBE_NS, CALLS_WAITING_MAX
+from kvstore.limits import BREAKER_PROBE_NS, CALLS_WAITING_MAX, ORPHAN_NS_MIN
 from kvstore.types.flow import FlowClass
 from kvstore_client.connection import Connection
 from kvstore_client.core import ClientCore
@@ -172,6 +172,8 @@ class BlockingDriver:
             connection = link.take(job.flow, now_ns)
             if connection is not None:
                 return connection
+            if link.take_back(now_ns):
+                continue
             if self._waiting >= CALLS_WAITING_MAX:
                 raise Overloaded(
                     f"{self._waiting} calls of this process wait for a connection to {link.id}, the limit is "
@@ -183,8 +185,7 @@ class BlockingDriver:
                 raise PutOff
             link.check_word(job.patience_ns, now_ns)
             wait_ns = job.deadline_ns - now_ns
-            if may_put_off or job.patience_ns:
-                wait_ns = min(wait_ns, BREAKER_PROBE_NS)
+            wait_ns = min(wait_ns, BREAKER_PROBE_NS if may_put_off or job.patience_ns else ORPHAN_NS_MIN)
             self._waiting += 1
             try:
                 self._changed.wait(wait_ns / 1e9)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from threading import get_ident
 
 from kvstore.cluster.view import TargetId
 from kvstore.errors import Unavailable
-from kvstore.limits import ADDRESS_REST_NS, ADDRESS_REST_NS_MAX, DOWN_REST_NS, NAMESPACES_MAX
+from kvstore.limits import ADDRESS_REST_NS, ADDRESS_REST_NS_MAX, DOWN_REST_NS, NAMESPACES_MAX, ORPHAN_NS_MIN
 from kvstore.types.flow import FlowClass
 from kvstore.wire.messages import ID_BYTES, Feature, Welcome
 from kvstore_client.connection import Connection
 from kvstore_client.options import ClientOptions
+from kvstore_client.orphans import are_in_no_call
 from kvstore_client.rdma import RdmaWay
 from kvstore_client.retry import BreakerState, CircuitBreaker
 from kvstore_client.shm_ways import LocalWay
@@ -97,7 +99,7 @@ class TargetLink:
         self._counters = counters
         self._on_epoch = on_epoch
         self._idle: list[Connection] = []
-        self._in_use: set[Connection] = set()
+        self._in_use: dict[Connection, int] = {}  # and the thread that has taken it
         self._is_drop_due = False
         self._pid = os.getpid()
         self._rests: dict[str, tuple[int, int]] = {}  # addresses that failed: left alone until when, for how long
@@ -141,7 +143,7 @@ class TargetLink:
             # never the last one: with it the node would let go of this client's pins and writers
             self._close_aged(now_ns)
         found.asked_ns = now_ns  # until its call begins: one that was never used is not silent since time 0
-        self._in_use.add(found)
+        self._in_use[found] = get_ident()
         return found
 
     def has_room(self) -> bool:
@@ -234,7 +236,8 @@ class TargetLink:
         idle.remove(found)
         if idle:
             self._close_aged(now_ns)
-        self._in_use.add(found)
+        found.asked_ns = now_ns
+        self._in_use[found] = get_ident()
         return found
 
     def take_ready(self, flow: FlowClass, now_ns: int) -> Connection | None:
@@ -259,7 +262,8 @@ class TargetLink:
         if len(idle) > 1 and now_ns - idle[0].idle_since_ns > self._options.idle_ns:
             return None
         idle.remove(found)
-        self._in_use.add(found)
+        found.asked_ns = now_ns
+        self._in_use[found] = get_ident()
         return found
 
     def _last_idle(self, flow: FlowClass) -> Connection | None:
@@ -273,14 +277,14 @@ class TargetLink:
         """The call on a connection of `take_ready` went well; False, and nothing done, when it is for `give_back`."""
         if self._is_drop_due or len(self._idle) >= self._options.connections_per_target:
             return False
-        self._in_use.discard(connection)
+        self._in_use.pop(connection, None)
         self._idle.append(connection)
         self.breaker.succeeded()
         return True
 
     def give_back(self, connection: Connection, now_ns: int) -> None:
         """The call is over. The connection is kept when the next call can use it."""
-        self._in_use.discard(connection)
+        self._in_use.pop(connection, None)
         if self._is_drop_due:
             self.drop_idle()
         if not (connection.is_idle or connection.is_abandoned):
@@ -300,6 +304,19 @@ class TargetLink:
         for connection in [one for one in self._idle if now_ns - one.idle_since_ns > self._options.idle_ns]:
             self._idle.remove(connection)
             connection.close()
+
+    def take_back(self, now_ns: int) -> bool:
+        """Closes connections that threads have taken and cannot give back any more; whether there were any.
+
+        See `orphans`. Only those that were taken a while ago are looked at.
+        """
+        old = [one for one in self._in_use if now_ns - one.asked_ns >= ORPHAN_NS_MIN]
+        gone = are_in_no_call({self._in_use[one] for one in old}) if old else set()
+        orphans = [one for one in old if self._in_use[one] in gone]
+        for one in orphans:
+            self._in_use.pop(one, None)
+            one.close()
+        return bool(orphans)
 
     def drop_idle(self) -> None:
         """Closes idle connections: their node is gone."""

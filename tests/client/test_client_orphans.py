@@ -1,0 +1,88 @@
+"""Connections that an exception of a signal handler has cut off from the call that took them are found again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kvstore.limits import ORPHAN_NS_MIN
+from kvstore_client import Hit
+from kvstore_client.target import TargetLink
+
+
+class Cut(BaseException):
+    """What a signal handler raises."""
+
+
+def losing(take: Callable[..., object]) -> Callable[..., object]:
+    """Takes a connection, and loses it: the signal comes before the caller has it."""
+
+    def take_and_lose(*arguments: object) -> object:
+        taken = take(*arguments)
+        if taken is not None:
+            raise Cut
+        return taken
+
+    return take_and_lose
+
+
+def cut_off(call: Callable[[], object]) -> None:
+    """Lets a call lose the connection that it takes."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("take", "take_idle", "take_ready"):
+            patched.setattr(TargetLink, name, losing(getattr(TargetLink, name)))
+        with pytest.raises(Cut):
+            call()
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_call_finds_the_connections_that_others_lost(client, stored, count) -> None:
+    ns, keys, payloads = stored
+    memory = [bytearray(len(one)) for one in payloads[:count]]
+    for _ in range(client.options.connections_per_target):
+        cut_off(lambda: ns.get_into(keys[:count], memory))
+    (target,) = client.session().core.target_ids()
+    assert not client.session().core.link(target).has_room()
+    assert {type(one) for one in ns.get_into(keys[:count], memory)} == {Hit}
+    assert [bytes(one) for one in memory] == list(payloads[:count])
+
+
+def test_another_thread_finds_them_too(client, stored) -> None:
+    ns, keys, _ = stored
+    for _ in range(client.options.connections_per_target):
+        cut_off(lambda: ns.contains(keys))
+    found: list[bool] = []
+    other = threading.Thread(target=lambda: found.extend(ns.contains(keys)))
+    other.start()
+    other.join(60)
+    assert found == [True] * len(keys)
+
+
+def test_a_connection_in_use_is_left_to_its_call(client, node, stored) -> None:
+    ns, keys, payloads = stored
+    arrived, go_on = threading.Semaphore(0), threading.Event()
+
+    def script(link, frame) -> bool:
+        arrived.release()
+        return not go_on.wait(60)
+
+    node.script = script
+    results: list[object] = []
+
+    def read_one() -> None:
+        results.extend(ns.get_into(keys[:1], [bytearray(len(payloads[0]))]))
+
+    busy = [threading.Thread(target=read_one) for _ in range(client.options.connections_per_target)]
+    for one in busy:
+        one.start()
+    for _ in busy:
+        assert arrived.acquire(timeout=60)
+    seconds = 1.5 * ORPHAN_NS_MIN / 1e9
+    assert not any(ns.contains(keys, deadline=seconds))
+    go_on.set()
+    for one in busy:
+        one.join(60)
+    assert {type(one) for one in results} == {Hit}
+    assert client.stats()["connections_broken"] == 0
