@@ -330,6 +330,7 @@ READ_RETRIES_MAX: Final = 2  # a read that keeps failing is a miss, and the work
 BREAKER_FAILURES_MAX: Final = 3
 BREAKER_SILENCE_NS: Final = 1 * SECOND_NS  # a call that heard nothing for so long counts against its target
 BREAKER_OPEN_NS_MIN: Final = 100 * MS_NS
+DOUBT_NS: Final = 6 * SECOND_NS  # a target that is live by the view and silent is asked again by calls that have time
 BREAKER_OPEN_NS_MAX: Final = 1 * SECOND_NS
 BREAKER_PROBE_NS: Final = (
     250 * MS_NS
@@ -393,6 +394,7 @@ assert PULL_BATCH_RECORDS <= HEADS_ITEMS_MAX
 assert NEWS_STEP_GRAVES <= FORGET_KEYS_MAX
 assert PULL_STALL_NS > PULL_GET_NS > PEER_CALL_NS
 assert LOG_SHARE_COMMITS + LOG_SHARE_MANIFESTS + LOG_SHARE_GRAVES + LOG_SHARE_TOMBSTONES + LOG_SHARE_BATCH <= 1
+assert DOUBT_NS > LAST_SILENCE_NS + CONNECT_NS_MAX, "who doubts a target must have time to ask it again"
 assert REPAIR_WINDOW_NS >= DOWN_KEEP_NS, "who comes back hears of every delete, unless it has left the view"
 assert CHECKSUM_BYTES_MIN % PAGE_BYTES == 0
 assert HELLO_BODY_BYTES_MAX > TOKEN_BYTES_MAX + NODE_ID_BYTES_MAX

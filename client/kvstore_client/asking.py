@@ -22,7 +22,7 @@ from kvstore_client.incoming import HIT
 from kvstore_client.lookups import KeysJob
 from kvstore_client.outcomes import miss_reason
 from kvstore_client.planner import RecordPlan, Section, TargetBatch, gather_statuses, plan_records
-from kvstore_client.rounds import Verb, ensure_view
+from kvstore_client.rounds import Job, Verb, ensure_view
 from kvstore_client.topology import ChainPlaces
 
 A = TypeVar("A", bound=Message)
@@ -182,8 +182,18 @@ class _Asker(Generic[A]):
         for job in jobs:
             job.patience_ns = patience_ns
         if jobs:
-            yield from attempt(self._core, jobs)
+            is_needed = (lambda failed: self._is_needed(failed, jobs)) if self._has_statuses else None
+            yield from attempt(self._core, jobs, is_needed=is_needed)
         return jobs
+
+    def _is_needed(self, failed: Job, jobs: Sequence[KeysJob[A]]) -> bool:
+        """Whether some record of a job that failed was found by no other one."""
+        found: set[int] = set()
+        for job in jobs:
+            if job is not failed and job.failure is None:
+                told = zip(job.batch.records, job.statuses() or b"", strict=False)  # none yet from one that still runs
+                found.update(record for record, status in told if status in _FOUND)
+        return any(not found.issuperset(job.batch.records) for job in jobs if job is failed)
 
     def ask_down(self, batches: Sequence[TargetBatch]) -> Verb[list[KeysJob[A]]]:
         """The same of targets that are down by the view: those that have answered."""

@@ -111,6 +111,10 @@ class ClientCore:
             found = self._add_link(target, (target[len(_ASK) :],))
         return found
 
+    def doubts_some(self, now_ns: int) -> bool:
+        """Whether somebody is silent, and may yet be only slow."""
+        return any(link.breaker.is_doubted(now_ns) for link in self.links())
+
     def links(self) -> list[TargetLink]:
         """Every link there is."""
         return list(self._links.values())

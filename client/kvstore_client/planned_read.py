@@ -60,7 +60,18 @@ class PlannedRead:
         has_given_up: A place was tried once only, and failed, because there was another one.
     """
 
-    def __init__(self, core: ClientCore, request: SpreadRequest, where: ChainPlaces) -> None:
+    def __init__(
+        self, core: ClientCore, request: SpreadRequest, where: ChainPlaces, *, is_repeated: bool = False
+    ) -> None:
+        """
+        Args:
+            core: Of the call.
+            request: What to read.
+            where: The places.
+            is_repeated: Every place was asked once already: each gets the patience of a last one, since no other place
+                has had what is still to be read.
+        """
+        self._is_repeated = is_repeated
         self._core = core
         self._request = request
         self._workers = where.workers
@@ -157,7 +168,8 @@ class PlannedRead:
                     record.status = status
         elif job.received_bytes:
             self._core.link(job.target).note_read(job.received_bytes, job.busy_ns)
-        is_given_up = job.failure is not None and not job.retries_max and job.started_ns > 0
+        was_asked = job.started_ns > 0 or self._core.link(job.target).breaker.is_doubted(time.monotonic_ns())
+        is_given_up = job.failure is not None and not job.retries_max and was_asked
         self.has_given_up |= is_given_up and not job.is_last_resort
         place = self._workers.index(job.target)
         return [at for at in numbers.tolist() if not self._is_hit(at, job, place)]
@@ -215,7 +227,7 @@ class PlannedRead:
             if place != NO_PLACE:
                 chosen = places == place
                 numbers, nexts = waiting[chosen], others[chosen]
-                has_others = bool(((nexts != NO_PLACE) & ~self._is_down[nexts]).all())
+                has_others = bool(((nexts != NO_PLACE) & ~self._is_down[nexts]).all()) and not self._is_repeated
                 job = self._job(self._workers[place], numbers, has_others=has_others)
                 if self._is_down[place]:
                     job.as_last_resort()
@@ -238,6 +250,7 @@ class PlannedRead:
             accept_pending=request.accept_pending,
         )
         job.retries_max = 0 if has_others else READ_RETRIES_MAX
+        job.persists = not has_others
         left_ns = max(1, request.deadline_ns - time.monotonic_ns())
         if has_others:
             job.patience_ns = min(PLACE_SILENCE_NS, -(-left_ns // 2))

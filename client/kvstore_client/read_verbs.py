@@ -103,6 +103,7 @@ def load(
             spans=None if shape.is_plain else shape.spans_of(range(len(records)), len(chain)),
             accept_pending=accept_pending,
         )
+        job.persists = True
         if begun is not None:
             _go_on(job, begun)
         yield from attempt(core, [job])

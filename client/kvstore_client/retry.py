@@ -9,6 +9,7 @@ from kvstore.limits import (
     BREAKER_OPEN_NS_MAX,
     BREAKER_OPEN_NS_MIN,
     BREAKER_SILENCE_NS,
+    DOUBT_NS,
     RETRY_BACKOFF_NS_MAX,
     RETRY_BACKOFF_NS_MIN,
     RETRY_BUDGET_RATIO,
@@ -98,6 +99,14 @@ class CircuitBreaker:
     def reopens_in_ns(self, now_ns: int) -> int:
         """How long until the next call may pass; 0 when it may now."""
         return 0 if self.state is BreakerState.CLOSED else max(0, self._until_ns - now_ns)
+
+    def is_doubted(self, now_ns: int) -> bool:
+        """Whether it is open for a silence that is too young to tell a slow target from a dead one.
+
+        A busy machine makes live targets silent for seconds. Where connections were only refused, there is no doubt.
+        """
+        is_open = self.state is not BreakerState.CLOSED
+        return is_open and self._silent_since_ns > 0 and now_ns - self._silent_since_ns < DOUBT_NS
 
     def succeeded(self) -> None:
         """The target answered."""

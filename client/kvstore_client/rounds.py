@@ -52,7 +52,8 @@ class Job:
         is_repeated: It was run again beside the others of its round.
         is_stale: It failed on a connection that had served before, and nothing was heard: the node was restarted in
             between, so trying again at once on a fresh one says nothing about the node's health.
-        retries_max: How often it may be repeated.
+        persists: Nobody else has what it is for: it is repeated for as long as its target is silent, and in doubt.
+        retries_max: How often it may be repeated otherwise.
         patience_ns: If nothing of the answer has come after so long, the first try is given up as Unavailable; 0 waits
             until the deadline. For jobs whose records may be asked for elsewhere.
         silence_ns: If nothing has come for so long, it is given up, whatever it was; 0 is never. See `hurry`.
@@ -72,6 +73,7 @@ class Job:
         "is_repeated",
         "is_stale",
         "patience_ns",
+        "persists",
         "retries_max",
         "silence_ns",
         "started_ns",
@@ -87,6 +89,7 @@ class Job:
         self.is_cut = False
         self.is_stale = False
         self.is_last_resort = False
+        self.persists = False
         self.is_repeated = False
         self.begins_ns = 0
         self.started_ns = 0
@@ -177,6 +180,7 @@ def perform(link: TargetLink, job: Job, connection: Connection) -> Steps:
     connection.wait_for_word(heard_by_ns, job.deadline_ns)
     connection.has_heard, connection.asked_ns = False, now_ns
     is_probe = is_first and (link.breaker.state is not BreakerState.CLOSED or link.rests(connection.address))
+    is_probe &= not (job.persists and link.breaker.is_doubted(now_ns))
     is_probe |= job.is_last_resort
     connection.connect_ns_max = BREAKER_PROBE_NS if is_probe else CONNECT_NS_MAX
     job._on = connection
@@ -305,13 +309,15 @@ def refresh_view(core: ClientCore, deadline_ns: int) -> Verb[KVStoreError | None
 
 
 def first_view(core: ClientCore, deadline_ns: int) -> Verb[KVStoreError | None]:
-    """As `refresh_view`; asks again, with jitter, nodes that have too much to do: many may start at one moment."""
+    """As `refresh_view`; asks again, with jitter, nodes that have too much to do, or say nothing yet: many may start at
+    one moment."""
     attempts = 0
     while True:
         failure = yield from refresh_view(core, deadline_ns)
         attempts += 1
         pause_ns = backoff_ns(attempts, random.random())
         may_help = isinstance(failure, Overloaded) and attempts <= RETRIES_PER_CALL_MAX
+        may_help |= failure is not None and core.doubts_some(time.monotonic_ns())
         if not may_help or time.monotonic_ns() + pause_ns >= deadline_ns:
             return failure
         yield pause_ns

@@ -19,12 +19,13 @@ _NEW_VIEW = frozenset({int(MissReason.UNAVAILABLE), int(MissReason.OVERLOADED)})
 
 def load_spread(core: ClientCore, request: SpreadRequest) -> Verb[None]:
     """Reads records, each from the first place that has it. All of them have a status afterwards."""
-    for _ in range(PLANS_PER_CALL_MAX):
+    for plans in range(PLANS_PER_CALL_MAX):
         view, placement = core.view, core.placement
         if placement is None:
             break
         where = places_of(placement, request.chain, copies=request.copies, with_down=True)
-        read = PlannedRead(core, request, where.without(core.unanswered(where.down)))
+        where = where.without(core.unanswered(where.down))
+        read = PlannedRead(core, request, where, is_repeated=plans > 0)
         yield from read.read()
         yield from hint(core, request.namespace.digest, read.lacking(), request.deadline_ns)
         if not any(record.status in _NEW_VIEW for record in request.records):

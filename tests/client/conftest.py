@@ -521,6 +521,7 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
         "rounds.CONNECT_NS_MAX",
         "rounds.BREAKER_SILENCE_NS",
         "retry.BREAKER_SILENCE_NS",
+        "retry.DOUBT_NS",
     ):
         monkeypatch.setattr(f"kvstore_client.{name}", getattr(limits, name.partition(".")[2]) // 8)
 
