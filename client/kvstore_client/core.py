@@ -20,7 +20,7 @@ from kvstore_client.shm import SharedMemory
 from kvstore_client.shm_ways import LocalWay, Transport
 from kvstore_client.stats import Counters
 from kvstore_client.target import TargetLink
-from kvstore_client.topology import Placement, WorkerRoute, placement_of, routes_of
+from kvstore_client.topology import Placement, WorkerRoute, only_reader, placement_of, routes_of
 
 CLIENT_ID_BYTES = 16
 LINKS_MAX = 2 * TARGETS_MAX
@@ -36,6 +36,8 @@ class ClientCore:
         rdma: Local ports by which other nodes reach memory of this process.
         pid: Of the process that owns the sockets.
         placement: The only worker's id, or where runs lie over several; None when nobody can be asked. One a view.
+        reader: The only worker that answers reads by the view, also where others are down; None where several do.
+            It is asked the short ways, and for what it lacks the others are asked as the placement says.
         newest_epoch: The highest that any node has named.
         found: Where lookups have found keys that are not where they belong.
     """
@@ -55,6 +57,7 @@ class ClientCore:
         self.budget = RetryBudget(time.monotonic_ns())
         self.view: View | None = None
         self.placement: Placement | TargetId | None = None
+        self.reader: TargetId | None = None
         self.newest_epoch = 0
         self.found = FoundPlaces()
         self._asked_epoch = -1
@@ -191,6 +194,7 @@ class ClientCore:
             link.view_epoch = view.epoch
         self._routes = routes
         self.placement = placement_of(view, routes)
+        self.reader = only_reader(self.placement, routes)
         self.found.forget()
         self._has_readable = isinstance(self.placement, str) or any(route.is_readable for route in routes)
         self.view = view

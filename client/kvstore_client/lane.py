@@ -58,7 +58,7 @@ class ReadLane:
     ) -> None:
         """
         Args:
-            target: The placement that it is for; the very object.
+            target: The reader that it is for; the very object.
             link: Of it.
             namespace: Digest.
             record_bytes: Of each record and destination; above 0, at most SLICE_BYTES_MAX.
@@ -95,7 +95,7 @@ class ReadLane:
     def is_usable(self) -> bool:
         """See the class."""
         session = self._session
-        return not session.is_closed and session.pid == os.getpid() and self._core.placement is self._target
+        return not session.is_closed and session.pid == os.getpid() and self._core.reader is self._target
 
     def read(self, key: bytes, view: memoryview) -> list[Hit | Miss] | Begun | int:
         """Reads one record.
@@ -253,7 +253,7 @@ class Lanes:
     def _new_lane(self, length: int, deadline: float | None, kind: type[ReadLane]) -> ReadLane | None:
         """A lane for such calls; None where the usual way has something to decide."""
         session = self._client.session()
-        target = session.core.placement
+        target = session.core.reader
         duration_ns = deadline_after(0, deadline, self._client.options.deadline_ns)
         if (
             type(target) is not str

@@ -36,6 +36,7 @@ from kvstore_client.planner import (
 from kvstore_client.read_shape import ReadShape
 from kvstore_client.rounds import Verb, ensure_view
 from kvstore_client.spread import load_spread
+from kvstore_client.topology import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,21 +78,8 @@ def load(
     if placement is None:
         close_open(records, None)
         return load_results(rows, core.counters)
-    if not isinstance(placement, str):
-        yield from load_spread(
-            core,
-            SpreadRequest(
-                namespace=namespace,
-                shape=shape,
-                chain=chain,
-                records=records,
-                wanted=[record.content_id for record in records],
-                copies=copies,
-                accept_pending=accept_pending,
-                deadline_ns=deadline_ns,
-            ),
-        )
-    elif records:
+    wanted = [record.content_id for record in records]
+    if isinstance(placement, str) and records:
         job = LoadJob(
             target=placement,
             flow=core.options.flow,
@@ -103,7 +91,7 @@ def load(
             spans=None if shape.is_plain else shape.spans_of(range(len(records)), len(chain)),
             accept_pending=accept_pending,
         )
-        job.persists = True
+        job.persists = isinstance(core.placement, str)
         if begun is not None:
             _go_on(job, begun)
         yield from attempt(core, [job])
@@ -111,6 +99,19 @@ def load(
             close_open(records, job.failure)
         elif job.received_bytes:
             core.link(placement).note_read(job.received_bytes, job.busy_ns)
+    if isinstance(core.placement, Placement) and any(record.status != HIT for record in records):
+        # also for what the only reader of several workers has not had, whom the short ways ask
+        request = SpreadRequest(
+            namespace=namespace,
+            shape=shape,
+            chain=chain,
+            records=records,
+            wanted=wanted,
+            copies=copies,
+            accept_pending=accept_pending,
+            deadline_ns=deadline_ns,
+        )
+        yield from load_spread(core, request)
     return load_results(rows, core.counters)
 
 

@@ -75,7 +75,7 @@ def read_straight(
         The hits; or what to go on with; or None when nothing has happened, or the request could not be sent: begin
         anew.
     """
-    target = core.placement
+    target = core.reader
     now_ns = time.monotonic_ns()
     if type(target) is not str or core.wants_view(now_ns) or deadline_ns <= now_ns:
         return None

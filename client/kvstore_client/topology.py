@@ -165,6 +165,14 @@ def placement_of(view: View, routes: tuple[WorkerRoute, ...]) -> Placement | Tar
     return Placement(view)
 
 
+def only_reader(placement: Placement | TargetId | None, routes: tuple[WorkerRoute, ...]) -> TargetId | None:
+    """The worker that stands for all of them when something is read: the only one, or the only one that is left."""
+    if placement is None or isinstance(placement, str):
+        return placement
+    readable = [route.id for route in routes if route.is_readable]
+    return readable[0] if len(readable) == 1 else None
+
+
 def _reachable(address: str, asked_host: str) -> str:
     host, port = split_address(address)
     if host not in _UNSPECIFIED_HOSTS:

@@ -323,6 +323,39 @@ def test_calls_that_wait_for_a_frozen_target_do_not_keep_others_from_live_ones(c
         assert {type(one) for one in read(ns)} == {Hit}
 
 
+def test_the_only_reader_that_is_left_is_read_the_short_way_and_the_others_for_what_it_lacks(cluster) -> None:
+    """Two of three are down by the view, and fenced: they answer reads."""
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+        held = {key for _, key in cluster.nodes[0].records}
+        here = next(at for at in range(COUNT) if KEYS[at].digest in held)
+        there = next(at for at in range(COUNT) if KEYS[at].digest not in held)
+        cluster.show(states={1: "down", 2: "down"})
+        client.refresh()
+        assert {type(one) for one in read(ns)} == {Hit}
+        core = client.session().core
+        assert core.reader == "t0"
+        cluster.clear_calls()
+        for at in (here, there):
+            memory = bytearray(len(PAYLOADS[at]))
+            for _ in range(2):
+                assert isinstance(ns.get_into(KEYS[at : at + 1], [memory])[0], Hit)
+                assert bytes(memory) == PAYLOADS[at]
+            if at == here:
+                assert cluster.counts(FrameType.GET) == [2, 0, 0]
+        run = [at for at in range(COUNT) if KEYS[at].digest in held][:3]
+        cluster.clear_calls()
+        memory = [bytearray(len(PAYLOADS[at])) for at in run]
+        assert {type(one) for one in ns.get_into(KEYS[run[0] : run[-1] + 1], memory)} == {Hit}
+        assert [bytes(one) for one in memory] == [PAYLOADS[at] for at in run]
+        assert cluster.counts(FrameType.GET) == [1, 0, 0]
+        cluster.show()
+        client.refresh()
+        assert core.reader is None
+        assert {type(one) for one in read(ns)} == {Hit}
+
+
 def test_nothing_is_written_where_every_target_drains(cluster) -> None:
     cluster.show(states={0: "draining", 1: "draining", 2: "draining"})
     with KVClient.connect(cluster.nodes[0].address) as client:
