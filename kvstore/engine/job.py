@@ -26,6 +26,10 @@ Steps = Generator[Wait, Any, T]
 class IoQueue(Protocol):
     """The drive's dispatch queue as the engine uses it: `op.owner` is called with the op when it has completed."""
 
+    @property
+    def queued(self) -> int:
+        """Operations that wait."""
+
     def submit(self, op: IoOp) -> None: ...
 
 

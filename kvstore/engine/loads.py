@@ -22,7 +22,14 @@ from kvstore.engine.namespaces import index_key
 from kvstore.engine.readplan import Range
 from kvstore.engine.segment import SegmentTable
 from kvstore.engine.verify import Fault, check_header, check_run, header_pages_of
-from kvstore.limits import DEVICE_IO_BYTES_MAX, DIGEST_BYTES, PAGE_BYTES, SUSPECT_RECORDS_MAX
+from kvstore.limits import (
+    DEVICE_IO_BYTES_MAX,
+    DIGEST_BYTES,
+    PAGE_BYTES,
+    QUEUED_OPS_MAX,
+    READ_TURN_OPS_MAX,
+    SUSPECT_RECORDS_MAX,
+)
 from kvstore.telemetry.metrics import EngineMetrics
 from kvstore.types.checksum import block_count, crcs_match
 from kvstore.types.flow import FlowClass
@@ -226,6 +233,12 @@ class Loader:
             return found
         found.unpack()
         return self.flight(name)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the queue takes all that one turn of a request may begin: what it refused half-way would be left
+        holding segments and memory."""
+        return self._queue.queued + READ_TURN_OPS_MAX <= QUEUED_OPS_MAX
 
     def submit(self, op: IoOp) -> None:
         """Queue an operation that counts as one of these, and says so when it has ended by `operations`."""

@@ -395,7 +395,7 @@ class Reader:
     # --- starting reads ----------------------------------------------------------------------------------------------
     def _take_turns(self) -> None:
         turns = self._round
-        while turns and self._loader.operations < READS_IN_FLIGHT_MAX:
+        while turns and self._loader.operations < READS_IN_FLIGHT_MAX and self._loader.has_room:
             request = turns.popleft()
             request.queued = False
             if request.closed:

@@ -14,7 +14,7 @@ from kvstore.engine.location import location_page, location_segment
 from kvstore.engine.namespaces import index_key
 from kvstore.engine.volatile import VolatilePut
 from kvstore.errors import ChecksumMismatch
-from kvstore.limits import PAGE_BYTES, READ_WINDOW_BYTES, SECOND_NS, KiB, MiB
+from kvstore.limits import PAGE_BYTES, QUEUE_DEPTH_DEFAULT, READ_WINDOW_BYTES, SECOND_NS, KiB, MiB
 from kvstore.testing.engine_driver import Collector, Driver
 from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice
 from kvstore.types.checksum import crc_table
@@ -42,11 +42,21 @@ class Lab:
     """An engine on a drive in memory that fails on demand."""
 
     def __init__(
-        self, *, size: int = 64 * MiB, cache: int = 0, staging: int = 32 * MiB, segment_bytes: int = 0
+        self,
+        *,
+        size: int = 64 * MiB,
+        cache: int = 0,
+        staging: int = 32 * MiB,
+        segment_bytes: int = 0,
+        queue_depth: int = QUEUE_DEPTH_DEFAULT,
     ) -> None:
         self.drive = FaultyDevice(MemoryDevice(size_bytes=size))
         self.settings = EngineSettings(
-            cache_bytes=cache, staging_bytes=staging, segment_bytes=segment_bytes, prefault=False
+            cache_bytes=cache,
+            staging_bytes=staging,
+            segment_bytes=segment_bytes,
+            queue_depth=queue_depth,
+            prefault=False,
         )
         self.engine = DriveEngine(self.drive, self.settings, now_ns=1)
         self.driver = Driver(self.engine)
@@ -631,3 +641,18 @@ def test_two_tenants_with_one_key_see_only_their_own() -> None:
     lab.driver.put(other, [(key(1), payload(2, 9000))])
     assert lab.get([key(1)]) == [payload(1, 9000)]
     assert lab.driver.get(other, [key(1)]) == [payload(2, 9000)]
+
+
+def test_reads_wait_for_a_full_queue_and_leave_nothing_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue that refused one half-way would leave its segment held for ever."""
+    lab = Lab(queue_depth=1)
+    keys = lab.put(24, 8 * KiB)
+    monkeypatch.setattr("kvstore.device.queue.QUEUED_OPS_MAX", 4)
+    monkeypatch.setattr("kvstore.engine.loads.QUEUED_OPS_MAX", 4)
+    monkeypatch.setattr("kvstore.engine.loads.READ_TURN_OPS_MAX", 2)
+    sinks = [lab.start([one]) for one in keys]
+    lab.driver.run_until(lambda: all(sink.done for sink in sinks))
+    assert [sink.answers for sink in sinks] == [[payload(n, 8 * KiB)] for n in range(1, 25)]
+    lab.check_memory()
+    table = lab.engine.store.table
+    assert not any(table.is_held(segment) for segment in range(table.count))
