@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvstore.cluster.view import TargetState
+from kvstore.server.grpc_edge.client import ControlClient
 from kvstore.testing.cluster_lab import ClusterLab, LabOptions, until
 from kvstore.types.results import Exists, Refused, Stored
 from kvstore_bench.chains import Chains, ChainShape
@@ -108,6 +109,57 @@ def test_a_fenced_node_accepts_no_write(cluster: Cluster) -> None:
     lab.heal("n1", "etcd")
     lab.wait_settled()
     until(lambda: writes_everywhere(cluster, SEED + 50_002), "it takes writes again")
+
+
+def only_on(cluster: Cluster, name: str) -> int:
+    """How many chunks of the chains lie on that node alone."""
+    held = {
+        other: [
+            cluster.lab.lookup(other, cluster.chains.namespace.digest, chain.digests) for chain in cluster.chains.keys
+        ]
+        for other in cluster.lab.running()
+    }
+    count = 0
+    for at, chain in enumerate(cluster.chains.keys):
+        for chunk in range(len(chain)):
+            holders = {other for other, found in held.items() if (statuses := found[at]) and statuses[chunk] == 0}
+            count += holders == {name}
+    return count
+
+
+def test_a_fenced_node_goes_on_serving_reads_and_refuses_writes(cluster: Cluster) -> None:
+    """Also what lies on no other node, to clients of the cluster's view and to those who have the fenced node's."""
+    lab, chains = cluster.lab, cluster.chains
+    lab.wait_settled()
+    assert chains.usable(cluster.client).share == 1.0
+    assert only_on(cluster, "n1"), f"seed {SEED}: the tails of some chain"
+    lab.partition("n1", "etcd")
+    try:
+        lab.wait_state("n1", TargetState.DOWN)
+        fence = until_fenced(lab, "n1")
+        assert "lease" in fence
+        for addresses in (lab.data_addresses(["n0", "n2"]), lab.data_addresses(["n1"])):
+            with KVClient.connect(addresses) as client:
+                until(lambda client=client: chains.read(client).share == 1.0, "everything is read, while it is fenced")
+        assert chains.usable(cluster.client).share == 1.0, "and by the client that was there before"
+        refuses_all(cluster, "n1", SEED + 53_000)
+    finally:
+        lab.heal("n1", "etcd")
+    lab.wait_settled()
+    until(lambda: writes_everywhere(cluster, SEED + 53_001), "it takes writes again")
+
+
+def until_fenced(lab: ClusterLab, name: str) -> str:
+    """Waits until a node says that it is fenced; why, in its words."""
+    said: list[str] = []
+
+    def asked() -> bool:
+        with ControlClient(lab.nodes[name].addresses.grpc) as control:
+            said.append(control.report().fence)
+        return bool(said[-1])
+
+    until(asked, f"{name} is fenced")
+    return said[-1]
 
 
 def test_a_node_that_was_frozen_past_its_lease_wakes_up_fenced(cluster: Cluster) -> None:
