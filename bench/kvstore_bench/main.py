@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
         default="",
         metavar="GROUP",
         help="only groups whose name contains this: ram, cold, put, recovery; of transport: ibverbs, pyverbs; "
-        "of cluster: placement, lookup, throughput, recovery",
+        "of cluster: placement, lookup, throughput, recovery, recovery:FAULT",
     )
     run.add_argument("--json", type=Path, metavar="FILE", help="also write the rows and the machine as JSON")
     run.add_argument(

@@ -23,11 +23,17 @@ GROUPS: Final[dict[str, Callable[..., Iterator[Row]]]] = {
 
 
 def run(*, quick: bool, folder: Path, only: str) -> Iterator[Row]:
-    """Rows of the groups whose name contains `only`. Raises RuntimeError where a network cannot be made."""
+    """Rows of the groups whose name contains `only`; "recovery:NAME" is the faults whose names contain NAME.
+
+    Raises:
+        RuntimeError: A network cannot be made.
+    """
+    group_name, _, fault = only.partition(":")
     with private_folder(folder, purpose="cluster") as made:
         for name, group in GROUPS.items():
-            if only in name:
+            if group_name in name:
+                more = {"only": fault} if fault else {}
                 try:
-                    yield from group(quick=quick, folder=made)
+                    yield from group(quick=quick, folder=made, **more)
                 except NamespacesUnavailable as error:
                     raise RuntimeError(str(error)) from error
