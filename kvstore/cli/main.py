@@ -282,17 +282,59 @@ def explain(
 def scrub(
     node: Node = _NODE_DEFAULT,
     rate: Annotated[str, typer.Option(help="Bytes a second per drive; 0 is as fast as it can.")] = "0",
+    every_node: Annotated[bool, typer.Option("--every-node", help="All nodes of the cluster.")] = False,
     as_json: Json = False,
     timeout: Timeout = "10s",
     token_file: TokenFile = None,
 ) -> None:
     """Verify the records of all sealed segments now; `kvstore status` shows the progress."""
+    from kvstore.cli.everywhere import on_every_node, words_of_scrub
+    from kvstore.server.report import NodeWhere
     from kvstore.settings import parse_size
 
     rate_bytes = _parsed(parse_size, rate, "--rate")
     with _client(node, timeout, token_file) as client:
-        started = client.scrub(rate_bytes)
-    _tell(as_json, {"started": started}, "scrub started" if started else "a scrub was in progress; it goes on")
+        nodes = client.report().nodes if every_node else ()
+        if not nodes:
+            started = client.scrub(rate_bytes)
+            words = "scrub started" if started else "a scrub was in progress; it goes on"
+            _tell(as_json, {"started": started}, words)
+            return
+
+    def scrubbing(where: NodeWhere) -> bool:
+        with _client(where.grpc, timeout, token_file) as one:
+            return one.scrub(rate_bytes)
+
+    found = on_every_node(nodes, scrubbing)
+    _tell(as_json, {"nodes": [asdict(one) for one in found]}, words_of_scrub(found))
+    sys.exit(EXIT_UNAVAILABLE if any(one.failure for one in found) else 0)
+
+
+@app.command()
+def drop(
+    namespace: Annotated[str, typer.Argument(help="Digest of the namespace, in hex.")] = "",
+    node: Node = _NODE_DEFAULT,
+    tenant: Annotated[str, typer.Option(help="Whose namespace.")] = "default",
+    manifest: Annotated[str | None, typer.Option(help="File with Namespace.manifest(), for the digest.")] = None,
+    as_json: Json = False,
+    timeout: Timeout = "10s",
+    token_file: TokenFile = None,
+) -> None:
+    """Hide everything in a namespace, at once, on every node of the cluster. Nodes that are away hear of it later.
+
+    With --manifest a node remembers the drop also when none of those that answer knows the namespace.
+    """
+    from kvstore.types.digest import digest
+
+    content = _file(manifest, "--manifest") if manifest else b""
+    if not content and not namespace:
+        raise InvalidRequest("no namespace is given; pass its digest in hex, or --manifest FILE")
+    whole = digest(content) if content else _digest(namespace, "the namespace")
+    with _client(node, timeout, token_file) as client:
+        done = client.drop(tenant, whole, manifest=content)
+    words = "dropped" if done.dropped else "no node knows such a namespace"
+    _tell(as_json, asdict(done), "; ".join((words, *(f"not told: {one}" for one in done.unreached))))
+    sys.exit(0 if done.dropped else EXIT_FAILED)
 
 
 @app.command()

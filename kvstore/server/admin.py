@@ -52,15 +52,15 @@ class AdminChannel:
         """True once nothing more can come."""
         return self._closed
 
-    async def hello(self, *, deadline_ns: int) -> Welcome:
-        """Greet; the first call. `deadline_ns` is the time that it may take."""
+    async def hello(self, *, deadline_ns: int, token: bytes = b"") -> Welcome:
+        """Greet; the first call. `deadline_ns` is the time that it may take; `token` is for the workers of others."""
         message = Hello(
             version_min=VERSION,
             version_max=VERSION,
             features=Feature.NONE,
             client_id=os.urandom(16),
             boot_id=bytes(16),
-            token=b"",
+            token=token,
             flow=FlowClass.BACKGROUND,
         )
         return await self._exchange(message, Welcome, deadline_ns)

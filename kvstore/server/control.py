@@ -22,11 +22,13 @@ from kvstore.limits import (
 )
 from kvstore.server.access import Access
 from kvstore.server.admin import maps_of
+from kvstore.server.drops import DropOrder, PendingDrops, drop_everywhere
 from kvstore.server.explain import KeyAsker, explain
 from kvstore.server.fleet import Fleet
 from kvstore.server.report import (
     Answer,
     Drained,
+    Dropped,
     KeyAnswer,
     Lookup,
     NamespacePage,
@@ -38,7 +40,7 @@ from kvstore.server.worker_handle import WorkerHandle
 from kvstore.types.namespace import Manifest
 from kvstore.types.results import MissReason
 from kvstore.wire.codec import Plain
-from kvstore.wire.messages import Drop, End, Match, MatchReply
+from kvstore.wire.messages import Match, MatchReply
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +55,16 @@ class Control:
         access: Its tenants.
     """
 
-    def __init__(self, fleet: Fleet, access: Access | None = None) -> None:
+    def __init__(
+        self, fleet: Fleet, access: Access | None = None, *, pending_drops: PendingDrops | None = None
+    ) -> None:
         """
         Args:
             access: The node's tenants; None is an open node.
+            pending_drops: Where drops are kept that no drive can remember; None keeps none.
         """
         self.fleet = fleet
+        self._pending_drops = pending_drops or PendingDrops(None)
         self.access = access or Access(None)
 
     def view(self) -> View:
@@ -130,19 +136,19 @@ class Control:
         namespaces = await self._of_tenant(question.tenant, b"", deadline_ns)
         return await explain(question, namespaces, self._asker(deadline_ns))
 
-    async def drop(self, tenant: str, namespace: bytes, *, deadline_ns: int) -> bool:
-        """Hide everything in a namespace of the tenant; False when it is not known here."""
-        _require(tenant, "tenant")
-        _check_digest(namespace, "namespace")
-        dropped = False
-        for worker in self.fleet.workers:
-            try:
-                await _check_owner(worker, namespace, tenant, deadline_ns)
-            except UnknownNamespace:
-                continue
-            await worker.channel.call(Drop(namespace=namespace), End, deadline_ns=deadline_ns)
-            dropped = True
-        return dropped
+    async def drop(self, order: DropOrder, *, deadline_ns: int) -> Dropped:
+        """Hide everything in a namespace of the tenant, on every node of the cluster. See `drop_everywhere`."""
+        _require(order.tenant, "tenant")
+        _check_digest(order.namespace, "namespace")
+        return await drop_everywhere(
+            self.fleet.workers,
+            self.fleet.view,
+            order,
+            node_id=self.fleet.node_id,
+            peer_token=self.fleet.peer_token(),
+            pending=self._pending_drops,
+            deadline_ns=deadline_ns,
+        )
 
     async def scrub(self, bytes_second: int, *, deadline_ns: int) -> bool:
         """Verify all records; False when a round was in progress everywhere."""

@@ -42,6 +42,7 @@ class Fleet:
         access: the tenants of the node.
         refused_drives: drives that were given to no worker, and why.
         shares, nodes: of tenants' quotas, and all nodes, in a cluster.
+        peer_token: by which nodes of a cluster know each other; empty is none.
         fence: why the cluster lets this node take no writes; "" when it may.
     """
 
@@ -63,6 +64,7 @@ class Fleet:
         self.shares: Callable[[], Mapping[str, TenantShare]] = dict
         self.nodes: Callable[[], Sequence[NodeWhere]] = list
         self.fence: Callable[[], str] = str
+        self.peer_token: Callable[[], bytes] = bytes
         self.grpc_address = ""
         self.metrics_address = ""
 

@@ -23,6 +23,7 @@ from kvstore.server.addresses import bound_port, join_address, listen
 from kvstore.server.control import Control
 from kvstore.server.drive_check import CheckedDrives, check_drives, contents_of, note_drives, usable_paths
 from kvstore.server.drive_owner import note_owner, noted_owner, owner_alone
+from kvstore.server.drops import PendingDrops
 from kvstore.server.fleet import Fleet
 from kvstore.server.generations import hide_dropped
 from kvstore.server.grpc_edge.service import GrpcServer
@@ -94,7 +95,8 @@ class Node:
         self._grpc_socket = str(Path(private_dir) / "grpc.sock")
         self._access = Access(Path(settings.tenants) if settings.tenants else None)
         self._fleet.access = self._access
-        self._control = Control(self._fleet, self._access)
+        self._pending_drops = PendingDrops(self._store)
+        self._control = Control(self._fleet, self._access, pending_drops=self._pending_drops)
         self._grpc = GrpcServer(self._control, metrics=self._metrics)
         self._wire_edge = WireEdge(
             self._fleet, access=self._access, grpc_socket=self._grpc_socket, metrics=self._metrics
@@ -173,10 +175,14 @@ class Node:
         self._fleet.changed()
         serving = {worker for worker in self._workers if worker.state is WorkerState.SERVING}
         if serving - self._were_serving:
-            self._spawn(hide_dropped(self._workers))
+            self._spawn(self._hide_dropped())
         self._were_serving = serving
         if self._seat:
             self._seat.workers_changed(self._fleet)
+
+    async def _hide_dropped(self) -> None:
+        await hide_dropped(self._workers)
+        await self._pending_drops.make_up(self._workers)
 
     def _signalled(self, signum: int) -> None:
         if self._stop.is_set():

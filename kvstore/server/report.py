@@ -163,6 +163,19 @@ class NamespacePage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """What became of a drop.
+
+    Attributes:
+        dropped: False when nobody knows such a namespace.
+        unreached: Workers that were not told, and why; they hear of it when they are back.
+    """
+
+    dropped: bool
+    unreached: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup:
     """One status byte per key, and the length of the hit prefix."""
 

@@ -168,6 +168,7 @@ class Seat:
     async def run(self, fleet: Fleet) -> None:
         """Follow the cluster until cancelled."""
         fleet.shares, fleet.nodes, fleet.fence = self._quotas.shares, self._nodes, lambda: self.fence
+        fleet.peer_token = lambda: self._membership.peer_token
         note = NodeNote(node_id=self._node_id, grpc=fleet.grpc_address, version=kvstore.__version__)
         self._membership.announce(note)
         tasks = [asyncio.create_task(self._take_part()), asyncio.create_task(self._settle_quotas(fleet))]

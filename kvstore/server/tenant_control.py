@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from kvstore.errors import Denied
 from kvstore.server.control import Control
-from kvstore.server.report import Answer, Drained, Lookup, NamespacePage, NodeReport, Question
+from kvstore.server.drops import DropOrder
+from kvstore.server.report import Answer, Drained, Dropped, Lookup, NamespacePage, NodeReport, Question
 from kvstore.server.tenants import Grant, Scope
 
 
@@ -72,10 +73,10 @@ class TenantControl(Control):
         self._check(question.tenant, Scope.READ, "an explanation")
         return await super().explain(question, deadline_ns=deadline_ns)
 
-    async def drop(self, tenant: str, namespace: bytes, *, deadline_ns: int) -> bool:
+    async def drop(self, order: DropOrder, *, deadline_ns: int) -> Dropped:
         """See `Control`."""
-        self._check(tenant, Scope.WRITE, "the drop of a namespace")
-        return await super().drop(tenant, namespace, deadline_ns=deadline_ns)
+        self._check(order.tenant, Scope.WRITE, "the drop of a namespace")
+        return await super().drop(order, deadline_ns=deadline_ns)
 
     async def scrub(self, bytes_second: int, *, deadline_ns: int) -> bool:
         """See `Control`."""

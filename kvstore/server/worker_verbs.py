@@ -291,8 +291,11 @@ class WorkerVerbs:
 
     def _owner(self, arguments: Arguments) -> Plain:
         digest = _bytes(arguments, "namespace")
-        known = (drive.engine.namespace(digest) for drive in self._started.drives)
-        return {"tenant": next((ref.tenant for ref in known if ref is not None), "")}
+        for drive in self._started.drives:
+            ref = drive.engine.namespace(digest)
+            if ref is not None:
+                return {"tenant": ref.tenant, "manifest": drive.engine.store.namespaces.manifest(digest)}
+        return {"tenant": "", "manifest": b""}
 
     def _tenants_set(self, arguments: Arguments) -> Plain:
         self._control.set_tenants(TenantBook.from_plain(arguments))

@@ -317,18 +317,22 @@ class ExplainResponse(_message.Message):
     def __init__(self, summary: _Optional[str] = ..., namespace_known: bool = ..., namespaces: _Optional[_Iterable[_Union[NamespaceExplanation, _Mapping]]] = ...) -> None: ...
 
 class DropNamespaceRequest(_message.Message):
-    __slots__ = ("tenant", "namespace")
+    __slots__ = ("tenant", "namespace", "manifest")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     namespace: bytes
-    def __init__(self, tenant: _Optional[str] = ..., namespace: _Optional[bytes] = ...) -> None: ...
+    manifest: bytes
+    def __init__(self, tenant: _Optional[str] = ..., namespace: _Optional[bytes] = ..., manifest: _Optional[bytes] = ...) -> None: ...
 
 class DropNamespaceResponse(_message.Message):
-    __slots__ = ("dropped",)
+    __slots__ = ("dropped", "unreached")
     DROPPED_FIELD_NUMBER: _ClassVar[int]
+    UNREACHED_FIELD_NUMBER: _ClassVar[int]
     dropped: bool
-    def __init__(self, dropped: bool = ...) -> None: ...
+    unreached: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, dropped: bool = ..., unreached: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ScrubRequest(_message.Message):
     __slots__ = ("bytes_second",)

@@ -22,7 +22,7 @@ from kvstore import errors
 from kvstore.cluster.view import TargetState, View
 from kvstore.limits import BATCH_ITEMS_MAX, DIGEST_BYTES, SECOND_NS, SERIES_MAX, MiB
 from kvstore.server.grpc_edge.client import ControlClient
-from kvstore.server.report import Drained, NodeState, Question, WorkerState
+from kvstore.server.report import Drained, Dropped, NodeState, Question, WorkerState
 from kvstore.telemetry.registry import number
 from kvstore.testing.serve_process import Ready, ServeProcess, wait_until_gone
 from kvstore.v1 import control_pb2
@@ -231,7 +231,7 @@ def test_a_wrong_request_is_answered_and_changes_nothing(client: ControlClient, 
 
 def test_a_node_without_data_knows_no_namespace(client: ControlClient) -> None:
     assert client.namespaces("default").namespaces == ()
-    assert not client.drop("default", bytes(32))
+    assert client.drop("default", bytes(32)) == Dropped(dropped=False)
     answer = client.explain(Question(tenant="default", model="org/m"))
     assert "no namespace here" in answer.summary
 

@@ -162,7 +162,9 @@ def test_lists_and_explanations_are_of_ones_own(served: Served) -> None:
             lambda: control.drop("theirs", digest),
         ):
             assert "'theirs'" in denied(act)
-        assert control.drop("ours", digest) is False, "as if it had never been"
+        assert not control.drop("ours", digest).dropped, "as if it had never been"
+        with pytest.raises(InvalidRequest, match="tenant"):
+            control.drop("ours", digest, manifest=namespace("theirs").manifest())
 
 
 def test_a_lookup_of_another_tenants_namespace_finds_none(served: Served) -> None:

@@ -11,7 +11,7 @@ import pytest
 from kvstore import errors
 from kvstore.limits import SECOND_NS
 from kvstore.server.grpc_edge.client import ControlClient
-from kvstore.server.report import NodeState, Question
+from kvstore.server.report import Dropped, NodeState, Question
 from kvstore.telemetry.registry import number
 from kvstore.testing.serve_process import Ready, ServeProcess
 from kvstore.types.results import MissReason
@@ -86,7 +86,7 @@ def test_one_dead_worker_degrades_the_node_and_its_loss_is_told(ready: Ready, co
         if report.state is NodeState.SERVING and report.workers[1].restarts == 1:
             break
     assert states & {NodeState.DEGRADED, NodeState.RECOVERING}
-    assert control.drop("acme", MINE.digest)
+    assert control.drop("acme", MINE.digest) == Dropped(dropped=True)
     with pytest.raises(errors.InvalidRequest):
         control.drop("acme", b"")
 

@@ -14,7 +14,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.limits import CONTROL_DEADLINE_NS, SECOND_NS
 from kvstore.server.grpc_edge import messages
 from kvstore.server.grpc_edge.codes import BEARER, CHANNEL_OPTIONS, TOKEN_METADATA, error_of
-from kvstore.server.report import Answer, Drained, Lookup, NamespacePage, NodeReport, Question
+from kvstore.server.report import Answer, Drained, Dropped, Lookup, NamespacePage, NodeReport, Question
 from kvstore.v1 import control_pb2 as pb
 from kvstore.v1 import control_pb2_grpc as pb_grpc
 
@@ -94,10 +94,15 @@ class ControlClient:
         )
         return messages.answer_value(self._call(self._stub.Explain, request))
 
-    def drop(self, tenant: str, namespace: bytes) -> bool:
-        """Hide everything in a namespace; False when it is not known there."""
-        request = pb.DropNamespaceRequest(tenant=tenant, namespace=namespace)
-        return bool(self._call(self._stub.DropNamespace, request).dropped)
+    def drop(self, tenant: str, namespace: bytes, *, manifest: bytes = b"") -> Dropped:
+        """Hide everything in a namespace, on every node of the cluster.
+
+        Args:
+            manifest: `Namespace.manifest()`: then it is remembered also where the namespace is not known.
+        """
+        request = pb.DropNamespaceRequest(tenant=tenant, namespace=namespace, manifest=manifest)
+        done = self._call(self._stub.DropNamespace, request)
+        return Dropped(dropped=done.dropped, unreached=tuple(done.unreached))
 
     def scrub(self, bytes_second: int = 0) -> bool:
         """Verify all records; False when a round was in progress."""

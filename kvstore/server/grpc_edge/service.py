@@ -20,6 +20,7 @@ from kvstore.limits import (
     SECOND_NS,
 )
 from kvstore.server.control import Control
+from kvstore.server.drops import DropOrder
 from kvstore.server.grpc_edge import messages
 from kvstore.server.grpc_edge.codes import BEARER, SERVER_OPTIONS, TOKEN_METADATA, status_of
 from kvstore.server.report import Question
@@ -140,8 +141,9 @@ class _ControlServicer(pb_grpc.ControlServicer):
 
     async def DropNamespace(self, request: pb.DropNamespaceRequest, context: _Context) -> pb.DropNamespaceResponse:
         async def drop(control: Control, deadline_ns: int) -> pb.DropNamespaceResponse:
-            dropped = await control.drop(request.tenant, request.namespace, deadline_ns=deadline_ns)
-            return pb.DropNamespaceResponse(dropped=dropped)
+            order = DropOrder(tenant=request.tenant, namespace=request.namespace, manifest=request.manifest)
+            done = await control.drop(order, deadline_ns=deadline_ns)
+            return pb.DropNamespaceResponse(dropped=done.dropped, unreached=done.unreached)
 
         return await self._answer(context, drop)
 
