@@ -155,7 +155,9 @@ class NodeSettings(BaseSettings):
 
     data_dir: CommaList = Field(description="folders or raw block devices, one target for each")
     capacity: Size = Field(description="bytes that all of data_dir together may use, divided evenly")
-    host: CommaList = Field(("127.0.0.1",), description="addresses to listen on; workers are divided over them")
+    host: CommaList = Field(
+        ("127.0.0.1",), description="addresses to listen on; each worker has one as its rail, and listens on all"
+    )
     advertise: str = Field("", description="name or address that clients connect to, where host is a wildcard")
     grpc_port: Port = Field(7400, description="port of the control plane; 0 is any free one")
     data_port: Port = Field(7401, description="port of the data plane; 0 is any free one")

@@ -63,7 +63,7 @@ class WorkerLaunch:
         node_id: name of the node, for logs and WELCOME.
         data_dirs: folders (or raw block devices) that this worker owns; one target for each.
         capacity_bytes: what each of `data_dirs` may use.
-        hosts: addresses to listen on.
+        hosts: addresses to listen on, that of its own rail first.
         advertise: name or address to report in place of a wildcard host (0.0.0.0, ::); "" where there is none.
         data_port: port on each of them; 0 is any free one.
         local_socket: path of the Unix socket for clients on this host; "" for none.

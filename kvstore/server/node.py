@@ -336,7 +336,7 @@ _RDMA_MODES: Final = {
 
 
 def _data_port(settings: NodeSettings, nth: int) -> int:
-    """Where the nth worker of an address listens: the first on the data port, the others behind the node's last one."""
+    """Where the nth worker listens on every address: the first on the data port, others behind the node's last one."""
     if not nth or not settings.data_port:
         return settings.data_port
     return max(settings.grpc_port, settings.data_port, settings.metrics_port) + nth
@@ -345,7 +345,8 @@ def _data_port(settings: NodeSettings, nth: int) -> int:
 def divide_workers(settings: NodeSettings, node_id: str) -> list[WorkerLaunch]:
     """One worker for each address (rail), or as many as asked for, but no more than there are drives.
 
-    Drives and memory are divided evenly.
+    Drives and memory are divided evenly. Each worker has a rail of its own, its first address, and listens on the
+    others as well: a rail that dies must not take drives with it.
     """
     rails = len(settings.host)
     count = min(settings.workers or rails, len(settings.data_dir))
@@ -356,9 +357,9 @@ def divide_workers(settings: NodeSettings, node_id: str) -> list[WorkerLaunch]:
             node_id=node_id,
             data_dirs=settings.data_dir[rail::count],
             capacity_bytes=settings.capacity_each_bytes,
-            hosts=settings.host[rail::count] or (settings.host[rail % rails],),
+            hosts=(*settings.host[rail % rails :], *settings.host[: rail % rails]),
             advertise=settings.advertise if any(map(is_wildcard, settings.host)) else "",
-            data_port=_data_port(settings, rail // rails),
+            data_port=_data_port(settings, rail),
             local_socket="",
             cache_bytes=settings.cache // count,
             staging_bytes=settings.staging // count,

@@ -261,7 +261,7 @@ class Worker:
             mode=RdmaMode(launch.rdma),
             port=launch.rdma_port,
             gid=launch.rdma_gid,
-            hosts=(*launch.hosts, launch.advertise),
+            hosts=(launch.hosts[0], launch.advertise),  # its rail
         )
         metrics = RdmaMetrics()
         self._started.registry.add(metrics)

@@ -97,7 +97,9 @@ class LabOptions:
     Attributes:
         capacity: Of each drive.
         staging: Memory for transfers of each node; it is most of what a node takes.
-        rails: Network cards of each node, all of them its one worker's; more than one `in_namespaces` only.
+        rails: Network cards of each node; more than one `in_namespaces` only.
+        workers: Of each node with networks; 0 is the default, one for each card.
+        drives: Of each node.
         lease_ttl: How long the cluster waits for a silent node.
         arguments: More of `kvstore serve`, for every node.
     """
@@ -107,6 +109,8 @@ class LabOptions:
     staging: str = "16MiB"
     lease_ttl: str = "2s"
     rails: int = 1
+    workers: int = 1
+    drives: int = 1
     drain_timeout: str = "20s"
     arguments: tuple[str, ...] = ()
 
@@ -374,6 +378,10 @@ class ClusterLab:
             *("--capacity", options.capacity, "--cache", options.cache, "--staging", options.staging),
             *("--lease-ttl", options.lease_ttl, "--drain-timeout", options.drain_timeout),
             *self._listening(node),
+            *(
+                ("--data-dir", ",".join(str(node.folder / f"drive{at}") for at in range(options.drives)))
+                * (options.drives > 1)
+            ),
             *options.arguments,
             *node.arguments,
         ]
@@ -386,8 +394,7 @@ class ClusterLab:
             return f"etcd://{self.etcd.members}/{_CLUSTER}"
         return f"file://{self._folder / 'cluster.json'}"
 
-    @staticmethod
-    def _listening(node: LabNode) -> tuple[str, ...]:
+    def _listening(self, node: LabNode) -> tuple[str, ...]:
         if node.place is not None:
             ports = (GRPC_PORT, DATA_PORT, METRICS_PORT)
         elif node.ready is not None:
@@ -399,7 +406,15 @@ class ClusterLab:
         flags = ("--grpc-port", grpc, "--data-port", data, "--metrics-port", metrics)
         if node.place is None:
             return flags
-        return (*flags, "--host", ",".join(node.place.addresses), "--workers", "1", "--insecure", "")
+        return (
+            *flags,
+            "--host",
+            ",".join(node.place.addresses),
+            "--workers",
+            str(self._options.workers),
+            "--insecure",
+            "",
+        )
 
     def _signal(self, node: LabNode, number: signal.Signals) -> None:
         assert node.process is not None, f"node {node.name} does not run"

@@ -1,4 +1,4 @@
-"""A node of two rails: two workers, each with a drive and an address of its own, behind one control plane."""
+"""A node of two rails: two workers, each with a drive and a rail of its own, behind one control plane."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def control(ready: Ready) -> Iterator[ControlClient]:
 
 
 def test_each_rail_has_a_worker_an_address_and_a_target(ready: Ready, control: ControlClient) -> None:
-    assert [address.split(":")[0] for address in ready.data] == ["127.0.0.1", "127.0.0.2"]
+    assert [address.split(":")[0] for address in ready.data] == ["127.0.0.1", "127.0.0.2", "127.0.0.2", "127.0.0.1"]
     report = control.report()
     assert len({worker.pid for worker in report.workers}) == 2
-    assert [target.data for target in control.view().targets] == [(address,) for address in ready.data]
+    assert {target.data for target in control.view().targets} == {tuple(ready.data[:2]), tuple(ready.data[2:])}
     port = ready.grpc.rpartition(":")[2]
     with ControlClient(f"127.0.0.2:{port}") as other_rail:
         assert other_rail.view() == control.view()

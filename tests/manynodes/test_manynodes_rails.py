@@ -5,6 +5,7 @@ Each card is a network of its own; clients and nodes reach each other by both, e
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ import pytest
 
 from kvstore.testing.cluster_lab import ClusterLab, LabOptions, until
 from kvstore.types.results import Exists, Hit, Stored
-from kvstore_bench.chains import Chains, ChainShape
+from kvstore_bench.chains import Chains, ChainShape, content_of
 from kvstore_bench.traffic import Traffic
-from kvstore_client import KVClient
+from kvstore_client import AsyncKVClient, KVClient
 
 SEED = 2
 DEADLINE_S = 2.0
@@ -32,10 +33,13 @@ class Cluster:
     chains: Chains
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+@pytest.fixture(scope="module", params=["one worker", "by default"])
+def cluster(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """By default each card is the rail of a worker with a drive of its own."""
     folder = tmp_path_factory.mktemp("rails")
     options = LabOptions(rails=2)
+    if request.param == "by default":
+        options = LabOptions(rails=2, workers=0, drives=2, capacity="128MiB")
     with ClusterLab(folder, nodes=2, in_namespaces=True, options=options) as lab:
         lab.wait_settled()
         with KVClient.connect(lab.data_addresses()) as client:
@@ -75,7 +79,7 @@ def test_each_node_is_reached_by_both_rails(cluster: Cluster) -> None:
     for target in view.targets:
         place = cluster.lab.nodes[target.node_id].place
         assert place is not None
-        assert tuple(address.rpartition(":")[0] for address in target.data) == place.addresses
+        assert sorted(address.rpartition(":")[0] for address in target.data) == sorted(place.addresses)
 
 
 @pytest.mark.parametrize("fail", [silent_first, no_second_cable])
@@ -95,6 +99,34 @@ def test_a_dead_rail_costs_no_read(cluster: Cluster, fail: Callable[..., None]) 
     assert not failed, f"seed {SEED}: {failed[:5]}; {cluster.client.stats()}"
     late = [call for call in traffic.calls if call.seconds > DEADLINE_S + SLACK_S]
     assert not late, f"seed {SEED}: past the deadline of {DEADLINE_S} s: {late}"
+
+
+def test_a_client_for_tasks_reads_all_while_a_rail_is_dead(cluster: Cluster) -> None:
+    lab, chains = cluster.lab, cluster.chains
+    chain = chains.keys[0]
+    size = chains.shape.chunk_bytes
+
+    async def read(client: AsyncKVClient) -> set[type]:
+        buffers = [bytearray(size) for _ in chain]
+        outcomes = await client.namespace(chains.namespace).get_into(chain, buffers, deadline=4 * DEADLINE_S)
+        for key, buffer, outcome in zip(chain, buffers, outcomes, strict=True):
+            assert not isinstance(outcome, Hit) or buffer == content_of(key.digest, size), f"seed {SEED}: wrong bytes"
+        return {type(one) for one in outcomes}
+
+    async def work() -> None:
+        async with await AsyncKVClient.connect(lab.data_addresses()) as client:
+            assert await read(client) == {Hit}
+            for fail in (silent_first, no_second_cable):
+                fail(lab, is_dead=True)
+                try:
+                    for _ in range(3):
+                        assert await read(client) == {Hit}, fail.__name__
+                    async with await AsyncKVClient.connect(lab.data_addresses()) as fresh:
+                        assert await read(fresh) == {Hit}, "who comes while the rail is dead"
+                finally:
+                    fail(lab, is_dead=False)
+
+    asyncio.run(work())
 
 
 def test_single_reads_of_a_lone_node_outlive_a_rail(tmp_path: Path) -> None:
