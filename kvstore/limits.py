@@ -142,6 +142,7 @@ TEMPORARY_NAMES_READ_MAX: Final = 100_000  # others may fill the folder for temp
 REGIONS_PER_CONNECTION_MAX: Final = 1_024
 REGION_BYTES_PER_CLIENT_MAX: Final = 64 * GiB  # mapped for one process; page tables of it take 1/512
 REGION_BYTES_MAX: Final = 256 * GiB  # mapped for all clients of a worker
+BOUNCE_BYTES_MAX: Final = 64 * MiB  # of a connection: through it come records for memory that is not shared
 REGION_DESCRIPTORS_WAITING_MAX: Final = 16  # received and not claimed by a REGION yet
 PLACES_PER_CALL_MAX: Final = 4_096  # items of one call whose memory is named
 DIRECT_WINDOW_BYTES: Final = 17 * MiB  # of one request: reads from the drive into a client's memory, under way

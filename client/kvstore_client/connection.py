@@ -452,8 +452,9 @@ class Connection:
                 pass  # it is gone already, which is what was asked for
 
     def _connect(self) -> Steps:
-        if (near := self._greeting.local.connect()) is not None:
-            self._socket, self.regions = near, ConnectionRegions(self._greeting.local.memory)
+        local = self._greeting.local
+        if (near := local.connect()) is not None:
+            self._socket, self.regions = near, ConnectionRegions(local.memory, local.counters)
             return
         yield from dial(self._address, self._hold)
 

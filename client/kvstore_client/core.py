@@ -238,7 +238,7 @@ class ClientCore:
             options=self.options,
             counters=self.counters,
             on_epoch=self.saw_epoch,
-            local=LocalWay(wish, self.memory),
+            local=LocalWay(wish, self.memory, self.counters),
             rdma=RdmaWay(
                 self.rdma, is_wanted=wish in (Transport.AUTO, Transport.RDMA), is_required=wish is Transport.RDMA
             ),

@@ -23,7 +23,8 @@ from kvstore_client.incoming import HIT, OPEN, IncomingRecord
 from kvstore_client.planner import split_by_weight
 from kvstore_client.ranges import Spans
 from kvstore_client.rounds import Job
-from kvstore_client.shm_places import Places
+from kvstore_client.shm_bounce import copy_out
+from kvstore_client.shm_places import ConnectionRegions, Places
 from kvstore_client.target import TargetLink
 
 _BODY_BYTES = FRAME_BODY_BYTES_MAX - 4096  # room for the fields that do not grow with the batch
@@ -69,6 +70,7 @@ class LoadJob(Job):
         "_accept_pending",
         "_asked",
         "_begun_places",
+        "_bounced",
         "_checked_slices",
         "_checked_until",
         "_has_run",
@@ -117,6 +119,7 @@ class LoadJob(Job):
         self._has_run = False
         self._is_asked = False
         self._begun_places: Places | None = None
+        self._bounced: Sequence[memoryview] = ()  # of the request in progress: places to copy from
         self._may_re_ask = True
         self._asked: Sequence[IncomingRecord] = ()
         self._landing: deque[list[list[memoryview]]] = deque()
@@ -149,6 +152,9 @@ class LoadJob(Job):
         self._has_run = True
         while connection.regions is not None and self._spans is None and self._shared_spans is None and chosen:
             places, chosen = yield from connection.regions.split(connection, self.records, chosen)
+            if not places.items and isinstance(connection.regions, ConnectionRegions):
+                rooms = [self.records[at].room_bytes for at in chosen]
+                places, chosen = yield from connection.regions.split_bounced(connection, rooms, chosen)
             if not places.items:
                 break
             yield from self._ask_into(connection, places)
@@ -236,13 +242,17 @@ class LoadJob(Job):
         """Receives the answer to a `request` that has named places, once it is sent, and settles them."""
         regions, asked = connection.regions, self._asked
         assert regions is not None
-        has_ended = False
+        self._bounced = list(places.found) if places.is_bounced else ()
+        before, has_ended = self.received_bytes, False
         try:
             if request is not None:
                 yield from connection.start(request, owner=self)
             yield from self._receive(connection)
             has_ended = True
         finally:
+            if places.is_bounced and isinstance(regions, ConnectionRegions):
+                regions.bounce.copied(self.received_bytes - before)
+            self._bounced = ()
             regions.settle(places, asked, has_ended=has_ended)
 
     def _receive(self, connection: Connection) -> Steps:
@@ -286,9 +296,11 @@ class LoadJob(Job):
         self._checked_slices = self._checked_until = 0
 
     def _take_placed(self, frame: Frame) -> None:
-        """Checks what the node says it has put where it belongs."""
-        asked, slices = self._asked, frame.slices
+        """Checks what the node says it has put where it belongs, or where we can copy it from."""
+        asked, slices, bounced = self._asked, frame.slices, self._bounced
         for piece, views in zip(slices, self._land(frame), strict=True):
+            if bounced and asked[piece.item].status == OPEN:
+                copy_out(bounced[piece.item], piece.offset, views)
             asked[piece.item].arrived(piece, views)
             self.received_bytes += piece.length_bytes
 

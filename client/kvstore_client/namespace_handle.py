@@ -32,7 +32,7 @@ from kvstore_client.regions import Item, refuse_repeated
 from kvstore_client.rounds import Verb
 from kvstore_client.shm_places import lies_in_shared_memory
 from kvstore_client.shm_ways import Transport
-from kvstore_client.straight import plain_views, read_straight
+from kvstore_client.straight import handing_over, plain_views, read_straight
 from kvstore_client.writer import Session, Writer
 from kvstore_client.writer_verbs import OpenRequest
 
@@ -308,25 +308,28 @@ class BoundNamespace(NamespaceKeys):
                 return done
             quick = done
         session = self._client.session()
-        chain = as_chain(keys, chunks_per_run=self.layout.chunks_per_run)
-        refuse_repeated(buffers)
-        shape = self._shape(len(chain), shards=shards, part=part, layers=layers, ranges=ranges)
         begun = quick if isinstance(quick, Begun) else None
-        until_ns = (quick.deadline_ns if isinstance(quick, Begun) else quick) or self._deadline_ns(deadline)
-        is_soft = False
-        if soft_deadline is not None:
-            soft_ns = self._deadline_ns(soft_deadline, name="soft_deadline")
-            is_soft, until_ns = soft_ns < until_ns, min(soft_ns, until_ns)
-        is_usual = shape is self._whole_shape and content_ids is None and not accept_pending
-        if begun is None and is_usual and not by_rdma:
-            outcome = self._read_straight(session, chain, buffers, until_ns, is_placed=is_shared)
-            if isinstance(outcome, list):
-                return outcome
-            begun = outcome
-        rows = incoming_records(shape, buffers, content_ids, key_count=len(chain))
-        results = session.driver.run(
-            self._load(session.core, shape, chain, rows, accept_pending=accept_pending, until_ns=until_ns, begun=begun)
-        )
+        with handing_over(session.driver, begun) as held:
+            chain = as_chain(keys, chunks_per_run=self.layout.chunks_per_run)
+            refuse_repeated(buffers)
+            shape = self._shape(len(chain), shards=shards, part=part, layers=layers, ranges=ranges)
+            until_ns = (quick.deadline_ns if isinstance(quick, Begun) else quick) or self._deadline_ns(deadline)
+            is_soft = False
+            if soft_deadline is not None:
+                soft_ns = self._deadline_ns(soft_deadline, name="soft_deadline")
+                is_soft, until_ns = soft_ns < until_ns, min(soft_ns, until_ns)
+            is_usual = shape is self._whole_shape and content_ids is None and not accept_pending
+            if begun is None and is_usual and not by_rdma:
+                outcome = self._read_straight(session, chain, buffers, until_ns, is_placed=is_shared)
+                if isinstance(outcome, list):
+                    return outcome
+                begun = outcome
+                held += [outcome] if outcome is not None else []
+            rows = incoming_records(shape, buffers, content_ids, key_count=len(chain))
+            core = session.core
+            results = session.driver.run(
+                self._load(core, shape, chain, rows, accept_pending=accept_pending, until_ns=until_ns, begun=begun)
+            )
         if is_soft and time.monotonic_ns() >= until_ns:
             session.core.counters.soft_deadlines += 1
         return results

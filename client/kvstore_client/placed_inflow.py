@@ -31,6 +31,7 @@ class PlacedInflow:
 
     __slots__ = (
         "_block_bytes",
+        "_bounced",
         "_connection",
         "_memory",
         "_records",
@@ -42,7 +43,12 @@ class PlacedInflow:
     )
 
     def __init__(
-        self, connection: Connection, records: WholeRecords, views: Sequence[memoryview], request_id: int
+        self,
+        connection: Connection,
+        records: WholeRecords,
+        views: Sequence[memoryview],
+        request_id: int,
+        bounced: Sequence[memoryview] = (),
     ) -> None:
         """
         Args:
@@ -50,10 +56,12 @@ class PlacedInflow:
             records: What is expected.
             views: Where each item belongs; each as long as each of `records`.
             request_id: Of the request.
+            bounced: Where the node puts each item, when it is to be copied from there.
         """
         self._connection = connection
         self._records = records
         self._views = views
+        self._bounced = bounced
         self._request_id = request_id
         self._memory = memoryview(bytearray(_AHEAD_BYTES))
         self.done: dict[int, bytes] = {}
@@ -109,8 +117,10 @@ class PlacedInflow:
         if is_final and len(done) + count != len(views):
             return False
         block_bytes, step = self._records.block_bytes, len(table) // count
-        at = 0
+        at, bounced = 0, self._bounced
         for item in items:
+            if bounced:
+                views[item][:] = bounced[item]
             if not crcs_match_far(views[item], block_bytes, table[at : at + step]):
                 return False
             at += step

@@ -12,7 +12,7 @@ from kvstore.wire.header import FrameType
 from kvstore_client.connection import Connection
 from kvstore_client.lane import ReadLane
 from kvstore_client.loads import Begun
-from kvstore_client.shm_places import ConnectionRegions, Places
+from kvstore_client.shm_places import ConnectionRegions, place_at
 
 _NOTHING: Final = memoryview(bytearray(0))
 
@@ -32,8 +32,8 @@ class PlacedLane(ReadLane):
         if connection is None:
             return 0
         regions, quick = connection.regions, connection.quick
-        places = regions.places_of((view,)) if isinstance(regions, ConnectionRegions) else None
-        if places is None or quick is None:
+        place = regions.place_of(view) if isinstance(regions, ConnectionRegions) else None
+        if place is None or quick is None:
             self._driver.put_ready(link, connection)
             return 0
         assert isinstance(regions, ConnectionRegions), "there are no places without"
@@ -41,17 +41,17 @@ class PlacedLane(ReadLane):
         connection.deadline_ns = deadline_ns = now_ns + self._duration_ns
         try:
             request_id = next_id()
-            if not self._send(handle, request_id, link.view_epoch, key, places.blob):
+            if not self._send(handle, request_id, link.view_epoch, key, place):
                 raise Unavailable("a request did not fit the socket of an idle connection")
             if not self._duration_ns <= connection.receive_timeout_ns <= self._armed_ns_max:
                 connection.arm_receive(self._duration_ns)
             try:
                 answer = self._receive(handle, request_id, _NOTHING)
             except BlockingIOError:
-                return self._read_on(connection, b"", places)  # too late, and it is known there what to do about it
+                return self._read_on(connection, b"", view)  # too late, and it is known there what to do about it
             if not isinstance(answer, tuple):
                 if answer:
-                    return self._read_on(connection, answer, places)
+                    return self._read_on(connection, answer, view)
                 if answer is None:
                     raise ChecksumMismatch("a PLACED frame was changed on the way; the connection must be opened anew")
                 raise Unavailable(f"node at {connection.address} closed the connection; it may be restarting")
@@ -62,17 +62,17 @@ class PlacedLane(ReadLane):
                 return self._ask_again(connection, content_id, table)
         except (KVStoreError, OSError):
             connection.close()
-            regions.take_back(places)
+            regions.take_back(place_at(view))
             self._driver.give_back(link, connection, time.monotonic_ns(), has_broken=True)
             return deadline_ns
         except BaseException:
             connection.close()
-            regions.take_back(places)
+            regions.take_back(place_at(view))
             self._driver.give_back(link, connection, time.monotonic_ns(), has_broken=False)
             raise
         return self._done(connection, content_id, now_ns)
 
-    def _read_on(self, connection: Connection, received: bytes, places: Places) -> Begun:
+    def _read_on(self, connection: Connection, received: bytes, view: memoryview) -> Begun:
         """As `_go_on`."""
         connection.read_begun(received, FrameType.GET_INTO)
-        return Begun(self._target, (self._link, connection), (), connection.deadline_ns, places=places)
+        return Begun(self._target, (self._link, connection), (), connection.deadline_ns, places=place_at(view))

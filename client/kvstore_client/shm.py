@@ -78,7 +78,12 @@ class _Area(mmap.mmap):
 
 
 class SharedMemory:
-    """All allocations of one client in one process. Thread-safe."""
+    """All allocations of one client in one process. Thread-safe.
+
+    Attributes:
+        numbers: of all that there are.
+        changes: counts what may change where an address is found.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,6 +91,7 @@ class SharedMemory:
         self._starts: list[int] = []
         self._by_start: list[Allocation] = []
         self._count = 0
+        self.changes = 0
         self.numbers: frozenset[int] = frozenset()
 
     def allocate(self, length_bytes: int, *, prefault: bool) -> memoryview | None:
@@ -172,6 +178,7 @@ class SharedMemory:
     def _freed(self, one: Allocation) -> None:
         """The garbage collector calls this anywhere, also in a thread that holds the lock: it must not wait for it."""
         one.length_bytes = 0  # found no more
+        self.changes += 1
         self._ended.append(one)
         self._forget_ended()
 
@@ -198,6 +205,7 @@ class SharedMemory:
     def _replace(self, allocations: Sequence[Allocation]) -> None:
         ordered = sorted(allocations, key=lambda one: one.address)
         self._by_start, self._starts = ordered, [one.address for one in ordered]
+        self.changes += 1
         self.numbers = frozenset(one.number for parent in ordered for one in (parent, *parent.patches))
 
 

@@ -13,13 +13,16 @@ from kvstore.wire.messages import End, Feature
 from kvstore.wire.shared import Local, LocalReply, Place, Region, RegionDrop, encode_place, encode_places
 from kvstore_client.incoming import HIT, OPEN
 from kvstore_client.shm import Allocation, SharedMemory, address_of
+from kvstore_client.shm_bounce import BOUNCED_CALL_BYTES_MIN, BOUNCED_RECORD_BYTES_MIN, Bounce
 from kvstore_client.shm_ways import LocalWay
+from kvstore_client.stats import Counters
 
 if TYPE_CHECKING:
     from kvstore_client.connection import Connection
 
 _PLACED_BYTES_MIN: Final = 16 * 1024
 """Of one call; less is as quick through the socket."""
+_BLOBS_MAX: Final = 1024
 _DEADLINE: Final = int(MissReason.DEADLINE)
 
 
@@ -42,14 +45,26 @@ class PlacedRecord(Protocol):
 
 
 class Places:
-    """Where the records of one request are: those at `items` have `blob`'s places."""
+    """Where the records of one request are: those at `items` have `blob`'s places.
 
-    __slots__ = ("blob", "found", "items")
+    Attributes:
+        is_bounced: from there they are copied to where they belong.
+    """
+
+    __slots__ = ("blob", "found", "is_bounced", "items")
 
     def __init__(self) -> None:
         self.items: list[int] = []
         self.found: list[memoryview] = []
         self.blob = b""
+        self.is_bounced = False
+
+
+def place_at(view: memoryview) -> Places:
+    """The one place of a request whose blob was made by `ConnectionRegions.place_of`."""
+    places = Places()
+    places.found.append(view)
+    return places
 
 
 class Reach(Protocol):
@@ -76,8 +91,11 @@ class Reach(Protocol):
 class ConnectionRegions:
     """What the node on one connection knows of the memory that we share with it."""
 
-    def __init__(self, memory: SharedMemory) -> None:
+    def __init__(self, memory: SharedMemory, counters: Counters) -> None:
         self._memory = memory
+        self.bounce = Bounce(memory, counters)
+        self._blobs: dict[tuple[int, int], bytes] = {}  # of `place_of`, while nothing has changed since
+        self._blobs_changes = -1
         self._known: set[int] = set()
         self._refused: set[int] = set()
 
@@ -108,6 +126,48 @@ class ConnectionRegions:
         places.blob = encode_places(encoded)
         return places, rest
 
+    def split_bounced(
+        self, connection: Connection, rooms: Sequence[int], chosen: Sequence[int]
+    ) -> Generator[int, None, tuple[Places, list[int]]]:
+        """As `split`, of records that lie elsewhere: the first of them get places from which they are to be copied.
+
+        Args:
+            rooms: Bytes of each of `chosen`, at least.
+        """
+        places = Places()
+        if sum(rooms) < BOUNCED_CALL_BYTES_MIN:
+            return places, list(chosen)
+        views = self.bounce.cut(rooms[:PLACES_PER_CALL_MAX])
+        if views:
+            one = self._memory.find(address_of(views[0]), len(views[0]))
+            if one is not None and one[0].number not in self._known and one[0].number not in self._refused:
+                yield from self._drop_freed(connection)
+                yield from self._share(connection, one[0])
+            places = self._bounced(views) or places
+        places.items += chosen[: len(places.found)]
+        return places, list(chosen[len(places.found) :])
+
+    def bounced_places_of(self, count: int, length: int) -> Places | None:
+        """Places for so many records, from which they are to be copied; None when the node does not know them yet, or
+        they do not fit."""
+        if count > PLACES_PER_CALL_MAX:
+            return None
+        views = self.bounce.cut([length] * count)
+        return self._bounced(views) if len(views) == count and self._known <= self._memory.numbers else None
+
+    def _bounced(self, views: Sequence[memoryview]) -> Places | None:
+        encoded = []
+        for view in views:
+            found = self._memory.find(address_of(view), len(view))
+            if found is None or found[0].number not in self._known:
+                return None
+            encoded.append(encode_place(found[0].number, found[1], len(view)))
+        places = Places()
+        places.is_bounced = True
+        places.found += views
+        places.blob = b"".join(encoded)
+        return places
+
     def places_of(self, views: Sequence[memoryview]) -> Places | None:
         """The places of memory that the node knows already; None when it does not know all of it."""
         known = self._known
@@ -125,9 +185,27 @@ class ConnectionRegions:
         places.blob = b"".join(encoded)
         return places
 
+    def place_of(self, view: memoryview) -> bytes | None:
+        """As the blob of `places_of`, of one view; what was told is kept, since buffers are used again and again."""
+        changes = self._memory.changes
+        if changes != self._blobs_changes or len(self._blobs) >= _BLOBS_MAX:
+            self._blobs.clear()
+            self._blobs_changes = changes
+        key = (address_of(view), len(view))
+        blob = self._blobs.get(key)
+        if blob is None:
+            places = self.places_of((view,))
+            if places is None:
+                return None
+            blob = self._blobs[key] = places.blob
+        return blob
+
     def take_back(self, places: Places) -> None:
         """The request is given up: nothing that the node writes to its places is seen any more."""
         found, places.found = places.found, []
+        if places.is_bounced:
+            self.bounce.forget()
+            return
         for view in found:
             self._memory.detach(address_of(view), len(view))
 
@@ -143,6 +221,9 @@ class ConnectionRegions:
         for record, view in zip(records, found, strict=True):
             status = record.status
             if status in (_DEADLINE, OPEN) or (status != HIT and not has_ended):
+                if places.is_bounced:
+                    self.bounce.forget()
+                    return
                 self._memory.detach(address_of(view), len(view))
 
     def release(self, places: Places, *, has_ended: bool) -> None:
@@ -188,6 +269,12 @@ def take_back(connection: Connection, places: Places) -> None:
     """As `ConnectionRegions.take_back`, once nobody will read on on the connection."""
     if isinstance(connection.regions, ConnectionRegions):
         connection.regions.take_back(places)
+
+
+def bounces(connection: Connection, *, count: int, length: int) -> bool:
+    """Whether so many records of such a length are better put into memory of ours than sent through the socket."""
+    is_worth = length >= BOUNCED_RECORD_BYTES_MIN and count * length >= BOUNCED_CALL_BYTES_MIN
+    return is_worth and isinstance(connection.regions, ConnectionRegions)
 
 
 def learn_way(connection: Connection, local: LocalWay) -> Generator[int, None, bool]:

@@ -6,6 +6,7 @@ when both run on one kernel, the path is there, and the process behind it is thi
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -16,6 +17,9 @@ from kvstore.errors import Unavailable
 from kvstore.transport.shm import host_id, is_trusted, peer_of
 from kvstore.wire.shared import LocalReply
 from kvstore_client.shm import SharedMemory
+from kvstore_client.stats import Counters
+
+log = logging.getLogger(__name__)
 
 
 class Transport(Enum):
@@ -37,16 +41,18 @@ class LocalWay:
     Attributes:
         transport: wanted.
         memory: what can be shared; None when nothing shall be.
+        counters: of the client.
         path: of the Unix socket; "" while it is not known or of no use.
         reason: why it is TCP, for people; "" when it is not, or not known yet.
         is_known: whether a worker has been asked.
     """
 
-    __slots__ = ("is_known", "memory", "path", "reason", "transport")
+    __slots__ = ("counters", "is_known", "memory", "path", "reason", "transport")
 
-    def __init__(self, transport: Transport, memory: SharedMemory) -> None:
+    def __init__(self, transport: Transport, memory: SharedMemory, counters: Counters) -> None:
         self.transport = transport
         self.memory = memory
+        self.counters = counters
         self.path = ""
         self.reason = "" if self.is_wanted else f"transport {transport.value} is set"
         self.is_known = not self.is_wanted
@@ -61,9 +67,9 @@ class LocalWay:
         self.is_known = True
         self.path = ""
         if reply is None or not reply.host:
-            self.reason = "the node has no socket for its own host (it was started with --transport tcp)"
+            self._fall_back("the node has no socket for its own host (it was started with --transport tcp)")
         elif reply.host != host_id():
-            self.reason = "the node runs on another host"
+            self.reason = "the node runs on another host"  # as most do: nothing is missing there
         else:
             self.path, self.reason = reply.path, ""
 
@@ -77,16 +83,21 @@ class LocalWay:
             peer = peer_of(held)
         except OSError as error:
             held.close()
-            self.reason = f"its socket {self.path} cannot be reached: {error.strerror or error}"
-            self.path = ""
+            self._fall_back(f"its socket {self.path} cannot be reached: {error.strerror or error}")
             return None
         if not is_trusted(peer) and peer.uid != _owner(self.path):
             held.close()
-            self.reason = f"its socket {self.path} is served by user {peer.uid}, we are {os.geteuid()}"
-            self.path = ""
+            self._fall_back(f"its socket {self.path} is served by user {peer.uid}, we are {os.geteuid()}")
             return None
         held.setblocking(True)
         return held
+
+    def _fall_back(self, reason: str) -> None:
+        """It is TCP, and why: said once, until something else is the matter."""
+        if reason != self.reason:
+            log.info("payload goes without shared memory: %s", reason)
+        self.counters.shm_fallbacks += 1
+        self.path, self.reason = "", reason
 
     def words(self) -> str:
         """For people: "shm", or "tcp" and why."""

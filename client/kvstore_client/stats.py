@@ -25,6 +25,9 @@ class Counters:
         breaker_opened: Times a target was given up for a while.
         restarts_noticed: Times a target had another boot id.
         pins_lost: Matches whose pin was gone before they ended (node restarted, or ttl over).
+        copied_bytes: Of records that came through shared memory of the client's own to memory that is not shared.
+        shm_fallbacks: Times that memory could not be shared with a target on this host, or on one that is not known,
+            although that was allowed; `transports` says why.
         rdma_fallbacks: 1 when RDMA was allowed and no port could be opened; `transports` says why.
         soft_deadlines: Loads that returned at their soft deadline.
         repair_hints: Times a target was told that it lacks what another one had.
@@ -53,6 +56,8 @@ class Counters:
     soft_deadlines: int = 0
     repair_hints: int = 0
     rdma_fallbacks: int = 0
+    shm_fallbacks: int = 0
+    copied_bytes: int = 0
 
     def snapshot(self) -> Mapping[str, int]:
         """All counters by name; those by reason as "load_misses.absent". Never negative, never going back."""

@@ -8,7 +8,8 @@ the bytes that it can't tell what they are. Every byte that a Hit tells of has b
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Final, cast
 
@@ -24,7 +25,7 @@ from kvstore_client.inflow import CompiledInflow, Inflow, LongInflow, whole_infl
 from kvstore_client.loads import Begun, node_deadline_ns
 from kvstore_client.placed_inflow import PlacedInflow
 from kvstore_client.regions import Item, region_of
-from kvstore_client.shm_places import ConnectionRegions, Places, take_back
+from kvstore_client.shm_places import ConnectionRegions, Places, bounces, take_back
 
 _facts = attrgetter("format", "ndim", "contiguous", "readonly")
 _FLAT: Final = {("B", 1, True, False)}
@@ -92,8 +93,10 @@ def read_straight(
         if count > connection.welcome.batch_items_max:
             return None
         inflow: Inflow | CompiledInflow | PlacedInflow
+        is_bounced = not is_placed and length <= SLICE_BYTES_MAX and bounces(connection, count=count, length=length)
+        is_placed = is_placed or is_bounced
         if is_placed:
-            places = _places_of(connection, views)
+            places = _places_of(connection, views, is_bounced=is_bounced)
             if places is None:
                 return None
             body = get_into_body(namespace, keys, node_deadline_ns(deadline_ns - now_ns), places.blob)
@@ -101,7 +104,9 @@ def read_straight(
             body = get_body(namespace, keys, node_deadline_ns(deadline_ns - now_ns))
         request_id = connection.send_at_once(FrameType.GET_INTO if is_placed else FrameType.GET, body)
         if is_placed:
-            inflow = PlacedInflow(connection, whole_records(length, block_bytes), views, request_id)
+            assert places is not None, "it was sent with them"
+            bounced = list(places.found) if is_bounced else ()
+            inflow = PlacedInflow(connection, whole_records(length, block_bytes), views, request_id, bounced)
         elif length <= SLICE_BYTES_MAX:
             inflow = whole_inflow(connection, whole_records(length, block_bytes), views, request_id)
         else:
@@ -133,12 +138,44 @@ def read_straight(
     counters.load_items += count
     counters.load_hits += count
     counters.load_bytes += total
+    if is_bounced:
+        counters.copied_bytes += total
     return hits_of(length, inflow.content_ids())
 
 
-def _places_of(connection: Connection, views: Sequence[memoryview]) -> Places | None:
+@contextmanager
+def handing_over(driver: BlockingDriver, begun: Begun | None) -> Iterator[list[Begun]]:
+    """While a read that was begun here goes over to its job; what is appended to the list is the later one.
+
+    When that ends before the job has begun, as by Ctrl-C, the connection is closed and given back, and what the node
+    may still put into places is not seen.
+    """
+    held = [begun] if begun is not None else []
+    try:
+        yield held
+    except BaseException:
+        for one in held:
+            _give_up(driver, one)
+        raise
+
+
+def _give_up(driver: BlockingDriver, begun: Begun) -> None:
+    if begun.connection is None:
+        return
+    link, connection = begun.connection
+    if connection.deadline_ns != begun.deadline_ns or not link.uses(connection):
+        return  # its job has had it, and has given it back; others may have it now
+    connection.close()
+    if begun.places is not None:
+        take_back(connection, begun.places)
+    driver.give_back(link, connection, time.monotonic_ns(), has_broken=False)
+
+
+def _places_of(connection: Connection, views: Sequence[memoryview], *, is_bounced: bool) -> Places | None:
     """Where the node is to put records; None when it does not know all of the memory, or they are too long."""
     regions = connection.regions
     if not isinstance(regions, ConnectionRegions) or not connection.ends_with_data or len(views[0]) > SLICE_BYTES_MAX:
         return None
+    if is_bounced:
+        return regions.bounced_places_of(len(views), len(views[0]))
     return regions.places_of(views) if len(views) <= PLACES_PER_CALL_MAX else None

@@ -146,6 +146,10 @@ class TargetLink:
         self._in_use[found] = get_ident()
         return found
 
+    def uses(self, connection: Connection) -> bool:
+        """Whether a call has it now."""
+        return connection in self._in_use
+
     def has_room(self) -> bool:
         """Whether another connection may be taken."""
         return len(self._in_use) < self._options.connections_per_target

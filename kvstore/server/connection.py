@@ -476,6 +476,11 @@ class Connection:
         if self.ends_with_data:
             self._lane = ReadLane(self, self._plane)
 
+    @property
+    def uses_rdma(self) -> bool:
+        """Feature.RDMA was agreed on."""
+        return self.placing is not None and not self.shares_memory
+
     def allow(self, grant: Grant, handlers: Mapping[FrameType, Callable[[Connection, Frame], None]]) -> None:
         """What it may do from now on, and the handlers that keep to that."""
         self.grant = grant

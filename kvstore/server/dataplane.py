@@ -308,7 +308,7 @@ class DataPlane:
         now_ns = self.now_ns
         self._sweep_ns = now_ns + SWEEP_NS
         self.metrics.calls_active = self.calls_active
-        self.metrics.shared_bytes = self.shared_memory.mapped_bytes
+        self._count_shared()
         for connection in list(self._connections):
             call = connection.call
             if call is not None and call.deadline_ns <= now_ns:
@@ -322,6 +322,13 @@ class DataPlane:
             self.loop.change(self._full.pop().fileno(), READABLE)
         for writer in self._clients.expire_writers(now_ns):
             writer.doom(orphaned=True)
+
+    def _count_shared(self) -> None:
+        metrics, memory = self.metrics, self.shared_memory
+        metrics.shared_bytes = memory.mapped_bytes
+        metrics.shared_from_drive = memory.from_drive_bytes
+        metrics.shared_copied_in = memory.copied_in_bytes
+        metrics.shared_copied_out = memory.copied_out_bytes
 
     # --- connections ------------------------------------------------------------------------------------------------
     def _accept(self, listening: socket.socket) -> None:
@@ -354,6 +361,7 @@ class DataPlane:
         self._connections.discard(connection)
         self.metrics.connections = len(self._connections)
         self.metrics.shared_connections -= connection.shares_memory
+        self.metrics.rdma_connections -= connection.uses_rdma
         client = connection.client
         if client is not None and self._clients.leave(client) and self._engine is not None:
             self._engine.client_gone(client.id)
@@ -383,6 +391,7 @@ class DataPlane:
         client = self._clients.enter(own_client_id(hello.client_id, grant))
         connection.greeted(client, FlowClass(hello.flow), features)
         self.metrics.shared_connections += connection.shares_memory
+        self.metrics.rdma_connections += connection.uses_rdma
         if grant is not None:
             self._allow(connection, grant)
         connection.due_ns = self.now_ns + IDLE_WAIT_NS
@@ -466,11 +475,11 @@ class DataPlane:
 
     def _region(self, connection: Connection, frame: Frame) -> None:
         shm_calls.add_region(connection, frame.body)
-        self.metrics.shared_bytes = self.shared_memory.mapped_bytes
+        self._count_shared()
 
     def _region_drop(self, connection: Connection, frame: Frame) -> None:
         drop_regions(connection, frame.body)
-        self.metrics.shared_bytes = self.shared_memory.mapped_bytes
+        self._count_shared()
 
     def _get_into(self, connection: Connection, frame: Frame) -> None:
         if start_get_into(connection, frame.body, self._serving(connection), now_ns=self.now_ns):

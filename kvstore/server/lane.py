@@ -132,7 +132,7 @@ class ReadLane:
             into = self._shared.view_of(place)
             if into is None or len(into) != payload_bytes:
                 return False
-            into[:] = payload
+            self._shared.copy_in(into, payload)
             head, payload = placed_head(head), _NOTHING
         connection = self._connection
         assert self._exchange is not None, "answered before it was received"

@@ -46,10 +46,11 @@ def summary_lines(report: NodeReport) -> Iterator[Line]:
         name="traffic", value=f"{_bytes(numbers, 'sent_bytes')} sent, {_bytes(numbers, 'received_bytes')} received"
     )
     yield Line(name="transport", value=_transport(report))
+    yield Line(name="shared memory", value=_shared_memory(numbers))
     yield Line(name="eviction", value=_eviction(report))
     yield Line(name="writes", value=_writes(report))
     yield Line(name="integrity", value=_integrity(report))
-    yield Line(name="connections", value=f"{number(numbers, 'dataplane', 'connections'):.0f}")
+    yield Line(name="connections", value=_connections(numbers))
 
 
 def _own_lines(report: NodeReport) -> Iterator[Line]:
@@ -134,6 +135,20 @@ def _transport(report: NodeReport) -> str:
         for name in ("placed_bytes", "pulled_bytes", "fallback_bytes")
     )
     return f"{choice}; {placed} placed, {pulled} pulled, {framed} in frames instead"
+
+
+def _shared_memory(numbers: Snapshot) -> str:
+    mapped, from_drive, copied_in, copied_out = (
+        _bytes(numbers, name) for name in ("shared_bytes", "shared_from_drive", "shared_copied_in", "shared_copied_out")
+    )
+    return f"{mapped} of clients; {from_drive} read into it by drives, {copied_in} copied in, {copied_out} out"
+
+
+def _connections(numbers: Snapshot) -> str:
+    total, shared, rdma = (
+        number(numbers, "dataplane", name) for name in ("connections", "shared_connections", "rdma_connections")
+    )
+    return f"{total:.0f}: {max(total - shared - rdma, 0):.0f} by TCP, {shared:.0f} by shared memory, {rdma:.0f} by RDMA"
 
 
 def _eviction(report: NodeReport) -> str:

@@ -258,7 +258,17 @@ class DataplaneMetrics:
     shared_connections: int = gauge(
         "kvstore_connections_shared", "Of them those over a Unix socket, that can share memory"
     )
+    rdma_connections: int = gauge("kvstore_connections_rdma", "Of them those on which RDMA was agreed on")
     shared_bytes: int = gauge("kvstore_shared_memory_bytes", "Memory of clients that is mapped here")
+    shared_from_drive: int = counter(
+        "kvstore_shared_moved_bytes", "Payload that went by memory of clients, by who moved it", way="from_drive"
+    )
+    shared_copied_in: int = counter(
+        "kvstore_shared_moved_bytes", "Payload that went by memory of clients, by who moved it", way="copied_in"
+    )
+    shared_copied_out: int = counter(
+        "kvstore_shared_moved_bytes", "Payload that went by memory of clients, by who moved it", way="copied_out"
+    )
     accepted: int = counter("kvstore_connections_accepted", "Client connections accepted")
     rejected: int = counter("kvstore_connections_rejected", "Client connections refused over the bound")
     calls: list[int] = counter_by("kvstore_calls", "Calls by verb", label="verb", values=_VERBS)

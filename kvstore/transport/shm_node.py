@@ -26,6 +26,7 @@ from kvstore.wire.shared import Place, Region, decode_place
 from kvstore.wire.slices import Slice
 
 _FD_BYTES: Final = array.array("i").itemsize
+_VIEWS_MAX: Final = 1024
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(REGION_DESCRIPTORS_WAITING_MAX * _FD_BYTES)
 
 
@@ -85,7 +86,7 @@ class DescriptorSocket(socket.socket):
 class ShmNodeChannel(TcpNodeChannel):
     """See `kvstore.transport.base.PlaceChannel`; the client is on this host."""
 
-    __slots__ = ("_descriptors", "_places", "_places_id", "_regions", "_taken_from", "_taken_id")
+    __slots__ = ("_descriptors", "_memory", "_places", "_places_id", "_regions", "_taken_from", "_taken_id", "_views")
 
     def __init__(
         self,
@@ -103,7 +104,9 @@ class ShmNodeChannel(TcpNodeChannel):
         """
         self._descriptors = DescriptorSocket.adopt(connected)
         super().__init__(self._descriptors, other, body_bytes_max=body_bytes_max, budget=budget)
+        self._memory = memory
         self._regions = Regions(memory, peer_of(self._descriptors))
+        self._views: dict[bytes, memoryview] = {}  # of places that were named before, as clients use them again
         self._places: Sequence[memoryview] = ()  # of the last GET_INTO
         self._places_id = -1  # its request id
         self._taken_from: Sequence[memoryview] = ()  # of the last OFFER_FROM
@@ -154,10 +157,21 @@ class ShmNodeChannel(TcpNodeChannel):
 
     def view_of(self, place: bytes) -> memoryview | None:
         """The memory of one place as it stands in a request; None when it lies outside of the client's regions."""
-        try:
-            return self._regions.view(decode_place(place))
-        except InvalidRequest:
-            return None
+        view = self._views.get(place)
+        if view is None:
+            try:
+                view = self._regions.view(decode_place(place))
+            except InvalidRequest:
+                return None
+            if len(self._views) >= _VIEWS_MAX:
+                self._views.clear()
+            self._views[place] = view
+        return view
+
+    def copy_in(self, place: memoryview, payload: memoryview) -> None:
+        """Copies a whole record to its place."""
+        place[:] = payload
+        self._memory.copied_in_bytes += len(payload)
 
     def take_from(self, places: Sequence[Place], request_id: int, *, count: int) -> None:
         """See `PlaceChannel`; one place for each item."""
@@ -170,6 +184,7 @@ class ShmNodeChannel(TcpNodeChannel):
         return [self._regions.view(place) for place in places]
 
     def _forget_places(self) -> None:
+        self._views.clear()  # or they would keep memory mapped that the client has dropped
         self._places = self._taken_from = ()
         self._places_id = self._taken_id = -1
 
@@ -220,14 +235,18 @@ class ShmNodeChannel(TcpNodeChannel):
         """
         assert request_id == self._places_id, "places of another request"
         places = self._places
+        memory = self._memory
         pieces = iter(payload)
         for one in slices:
             if not one.length_bytes:
                 continue
             piece, place = next(pieces), places[one.item]
             # a record that has no room is told and not written: the client knows what it has room for
-            if piece.obj is not place.obj and one.record_bytes <= len(place):
+            if piece.obj is place.obj:
+                memory.from_drive_bytes += one.length_bytes
+            elif one.record_bytes <= len(place):
                 place[one.offset : one.offset + one.length_bytes] = piece
+                memory.copied_in_bytes += one.length_bytes
         self.writer.push_slices(
             slices,
             (),
@@ -259,6 +278,7 @@ class ShmNodeChannel(TcpNodeChannel):
             if request_id != self._taken_id:
                 return  # what an item before this one led to has ended the call
             landing.buffer[:] = self._taken_from[landing.item]
+            self._memory.copied_out_bytes += len(landing.buffer)
             events.fetched(landing.item)
 
     def unfetch(self) -> None:

@@ -24,12 +24,15 @@ class MappedMemory:
 
     Attributes:
         mapped_bytes: of all clients now.
+        from_drive_bytes: payload that a drive has put into them.
+        copied_in_bytes, copied_out_bytes: payload that we have copied to places of theirs, and from there.
     """
 
     def __init__(
         self, *, bytes_max: int = REGION_BYTES_MAX, client_bytes_max: int = REGION_BYTES_PER_CLIENT_MAX
     ) -> None:
         self.mapped_bytes = 0
+        self.from_drive_bytes = self.copied_in_bytes = self.copied_out_bytes = 0
         self._bytes_max = bytes_max
         self._client_bytes_max = client_bytes_max
         self._of_peer: defaultdict[Peer, int] = defaultdict(int)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import socket
 import struct
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +18,7 @@ import pytest
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.limits import PAGE_BYTES, REGIONS_PER_CONNECTION_MAX, KiB, MiB
+from kvstore.testing.metrics_page import metric, wait_for_metric
 from kvstore.testing.serve_process import Ready, ServeProcess
 from kvstore.transport.shm import create_memory
 from kvstore.types.layout import KVLayout
@@ -40,21 +39,6 @@ def namespace_of(client: KVClient, model: str, chunk_bytes: int = CHUNK) -> Boun
 
 def noise(length: int, seed: int) -> bytes:
     return random.Random(seed).randbytes(length)
-
-
-def metric(ready: Ready, name: str) -> float:
-    text = urllib.request.urlopen(f"http://{ready.metrics}/metrics", timeout=10).read().decode()
-    found = re.search(rf"^{name}(?:{{[^}}]*}})? ([0-9.e+]+)$", text, re.MULTILINE)
-    assert found is not None, name
-    return float(found[1])
-
-
-def wait_for(ready: Ready, name: str, value: float) -> None:
-    """Until a metric has a value; the node updates it several times a second."""
-    end = time.monotonic() + 20
-    while metric(ready, name) != value:
-        assert time.monotonic() < end, f"{name} is {metric(ready, name)}, not {value}"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module", params=["drive", "cache"])
@@ -145,12 +129,15 @@ def test_an_unknown_transport_is_named(served: Ready, monkeypatch: pytest.Monkey
         KVClient.connect(served.grpc)
 
 
-def test_without_a_socket_auto_falls_back_and_shm_fails(tmp_path: Path) -> None:
+def test_without_a_socket_auto_falls_back_and_shm_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ServeProcess(tmp_path, "--transport", "tcp") as process:
         ready = process.wait_ready()
-        with KVClient.connect(ready.grpc, transport="auto") as client:
+        with KVClient.connect(ready.grpc, transport="auto") as client, caplog.at_level("INFO", "kvstore_client"):
             ns = namespace_of(client, "m")
             assert all(isinstance(one, Stored) for one in ns.put(ns.keys(list(range(16))), [client.alloc(CHUNK)]))
+            assert client.stats()["shm_fallbacks"] > 0
+            said = [one.getMessage() for one in caplog.records if "without shared memory" in one.getMessage()]
+            assert len(said) == 1, "once, not for each connection"
             assert any("no socket" in words for words in client.transports().values())
         with KVClient.connect(ready.grpc, transport="shm") as client:
             ns = namespace_of(client, "m")
@@ -171,8 +158,8 @@ def test_freed_memory_is_let_go_of(served: Ready, client: KVClient) -> None:
     # one at most for each connection: what was freed is told with the next call
     assert metric(served, "kvstore_shared_memory_bytes") <= before + 2 * CHUNK
     client.close()
-    wait_for(served, "kvstore_connections_shared", 0)
-    wait_for(served, "kvstore_shared_memory_bytes", 0)
+    wait_for_metric(served, "kvstore_connections_shared", 0)
+    wait_for_metric(served, "kvstore_shared_memory_bytes", 0)
 
 
 def test_a_node_that_is_restarted_is_found_again(tmp_path: Path) -> None:
@@ -240,9 +227,9 @@ def test_a_client_that_is_killed_leaves_nothing_behind(served: Ready, verb: str)
         victim.kill()
         victim.wait()
         victim.stdout.close()
-    wait_for(served, "kvstore_connections_shared", 0)
-    wait_for(served, "kvstore_shared_memory_bytes", 0)
-    wait_for(served, "kvstore_staging_bytes", 0)
+    wait_for_metric(served, "kvstore_connections_shared", 0)
+    wait_for_metric(served, "kvstore_shared_memory_bytes", 0)
+    wait_for_metric(served, "kvstore_staging_bytes", 0)
     with KVClient.connect(served.grpc, transport="shm") as client:
         ns = namespace_of(client, f"after {os.urandom(4).hex()}")
         memory = client.alloc(CHUNK)
@@ -407,5 +394,5 @@ def test_a_hostile_client_only_hurts_itself(served: Ready) -> None:
     with pytest.raises((KVStoreError, OSError)):
         peer.call(Region(region=1, length_bytes=4096))
     peer.socket.close()
-    wait_for(served, "kvstore_connections_shared", 0)
-    wait_for(served, "kvstore_shared_memory_bytes", 0)
+    wait_for_metric(served, "kvstore_connections_shared", 0)
+    wait_for_metric(served, "kvstore_shared_memory_bytes", 0)

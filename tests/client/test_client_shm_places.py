@@ -11,6 +11,7 @@ from kvstore.types.results import MissReason
 from kvstore_client.incoming import HIT, OPEN
 from kvstore_client.shm import SharedMemory, address_of
 from kvstore_client.shm_places import ConnectionRegions, Places
+from kvstore_client.stats import Counters
 
 SIZE = 64 * KiB
 
@@ -48,7 +49,7 @@ def test_what_a_node_writes_after_the_return_is_not_seen(status: int, has_ended:
     places.items.append(0)
     places.found.append(memory)
     with mmap.mmap(found[0].fd, SIZE) as node:
-        ConnectionRegions(shared).settle(places, [Record(int(status), memory)], has_ended=has_ended)
+        ConnectionRegions(shared, Counters()).settle(places, [Record(int(status), memory)], has_ended=has_ended)
         memory[:] = b"m" * SIZE
         node[:] = b"n" * SIZE
     assert bytes(memory) == (b"m" if is_taken_back else b"n") * SIZE

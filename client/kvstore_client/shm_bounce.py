@@ -1,0 +1,68 @@
+"""Memory of this process through which records come that belong to memory which no node can reach.
+
+The node puts a record into it, from its drive without a copy of its own, and the client copies it to where it belongs:
+one copy more than into memory of `alloc`, and one less than through a socket. What is checked is what has been copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvstore.limits import BOUNCE_BYTES_MAX, PAGE_BYTES, MiB
+from kvstore_client.shm import SharedMemory
+from kvstore_client.stats import Counters
+
+BOUNCED_CALL_BYTES_MIN: Final = 1 * MiB
+"""Of one call; less is as quick through the socket."""
+BOUNCED_RECORD_BYTES_MIN: Final = 256 * 1024
+"""Of each record on the straight way; many small ones are quicker through the socket (decisions/shared-memory.md)."""
+_STEP_BYTES: Final = 2 * MiB  # of huge pages
+
+
+class Bounce:
+    """Of one connection; made at its first use."""
+
+    __slots__ = ("_counters", "_memory", "_whole")
+
+    def __init__(self, memory: SharedMemory, counters: Counters) -> None:
+        self._memory = memory
+        self._counters = counters
+        self._whole: memoryview | None = None
+
+    def cut(self, lengths: Sequence[int]) -> list[memoryview]:
+        """Places for the first of so many records, as many as fit, each from the start of a page; none if there is no
+        memory. They belong to the call in progress on the connection."""
+        starts, end = [], 0
+        for length in lengths:
+            behind = end + -(-length // PAGE_BYTES) * PAGE_BYTES
+            if behind > BOUNCE_BYTES_MAX:
+                break
+            starts.append(end)
+            end = behind
+        if not end:
+            return []
+        whole = self._whole
+        if whole is None or len(whole) < end:
+            size = min(BOUNCE_BYTES_MAX, -(-end // _STEP_BYTES) * _STEP_BYTES)
+            whole = self._whole = self._memory.allocate(size, prefault=True)
+            if whole is None:
+                return []
+        return [whole[start : start + length] for start, length in zip(starts, lengths, strict=False)]
+
+    def forget(self) -> None:
+        """The node may still write to it: the next call gets other memory."""
+        self._whole = None
+
+    def copied(self, length_bytes: int) -> None:
+        """So much was copied out of it."""
+        self._counters.copied_bytes += length_bytes
+
+
+def copy_out(place: memoryview, offset: int, views: Sequence[memoryview]) -> int:
+    """Copies bytes of a place, from `offset` on, to where they belong; how many."""
+    at = offset
+    for view in views:
+        view[:] = place[at : at + len(view)]
+        at += len(view)
+    return at - offset

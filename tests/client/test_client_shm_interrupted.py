@@ -1,0 +1,58 @@
+"""Ctrl-C between a read that was begun the short way and the job that is to finish it: nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.limits import KiB
+from kvstore.testing.serve_process import Ready, ServeProcess
+from kvstore.types.layout import KVLayout
+from kvstore.types.namespace import Namespace
+from kvstore_client import Hit, KVClient, Miss, Stored, namespace_handle
+from kvstore_client.shm import address_of
+
+SIZE = 64 * KiB
+COUNT = 4
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ready]:
+    with ServeProcess(tmp_path_factory.mktemp("node"), "--cache", "64MiB") as process:
+        yield process.wait_ready()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("count", [1, COUNT])
+def test_the_connection_is_given_back_and_no_late_byte_is_seen(
+    served: Ready, monkeypatch: pytest.MonkeyPatch, transport: str, count: int
+) -> None:
+    with KVClient.connect(served.grpc, transport=transport) as client:
+        layout = KVLayout.opaque(chunk_bytes=SIZE, chunk_tokens=16)
+        ns = client.namespace(Namespace(tenant="default", model=os.urandom(4).hex(), weights="w", layout=layout))
+        keys = ns.keys(list(range(32 * COUNT)))
+        memory = client.alloc(COUNT * SIZE)
+        into = [memory[at * SIZE : (at + 1) * SIZE] for at in range(count)]
+        assert all(isinstance(one, Stored) for one in ns.put(keys[:count], into))
+        for _ in range(3):  # until everything is known that the short ways need
+            assert all(isinstance(one, Hit) for one in ns.get_into(keys[:count], into))
+        core = client.session().core
+        patches = len(core.memory.find(address_of(memory), 1)[0].patches) if transport == "shm" else 0  # type: ignore[index]
+
+        def interrupted(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(namespace_handle, "incoming_records", interrupted)
+            for _ in range(3):
+                with pytest.raises(KeyboardInterrupt):
+                    ns.get_into(keys[COUNT : COUNT + count], into)  # misses: not what the short ways expect
+        for link in core.links():
+            assert not link._in_use, "the connection is given back"
+        if transport == "shm":
+            whole = [one for one in core.memory._by_start if one.address <= address_of(memory)][-1]
+            assert len(whole.patches) > patches, "the node may still write to the pages that were there"
+        assert all(isinstance(one, Hit) for one in ns.get_into(keys[:count], into))
+        assert all(isinstance(one, Miss) for one in ns.get_into(keys[COUNT : COUNT + count], into))
