@@ -15,8 +15,8 @@ from kvstore_client.stats import Counters
 
 BOUNCED_CALL_BYTES_MIN: Final = 1 * MiB
 """Of one call; less is as quick through the socket."""
-BOUNCED_RECORD_BYTES_MIN: Final = 256 * 1024
-"""Of each record on the straight way; many small ones are quicker through the socket (decisions/shared-memory.md)."""
+BOUNCED_RECORD_BYTES_MIN: Final = 1 * MiB
+"""Of each record in one piece of memory; smaller ones cost less through the socket (decisions/shared-memory.md)."""
 _STEP_BYTES: Final = 2 * MiB  # of huge pages
 
 
