@@ -209,6 +209,8 @@ class Connection:
         if self._lingering or self.is_closed:
             return
         if not frame.payload_bytes and self.session.receive(frame.type, frame.request_id) is Verdict.IGNORE:
+            if frame.type is FrameType.CANCEL and self.placing is not None:
+                self.placing.cancelled_late(frame.request_id)
             return
         if frame.type is FrameType.DATA:
             self.channel.landed(frame)

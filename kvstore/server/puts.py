@@ -164,14 +164,19 @@ class PutCall(Call):
 
     def release(self) -> None:
         self._hand_over()
-        self.connection.channel.unfetch()
         self._landings = []
         tickets, self._tickets = self._tickets, {}
-        for ticket in tickets.values():
-            ticket.abort()
         parcels, self._parcels = self._parcels, {}
-        for parcel in parcels.values():
-            parcel.abort()
+
+        def give_back() -> None:
+            for ticket in tickets.values():
+                ticket.abort()
+            for parcel in parcels.values():
+                parcel.abort()
+            if tickets or parcels:
+                self.connection.wake_engine()
+
+        self.connection.channel.unfetch(give_back)
 
     # --- FetchEvents ------------------------------------------------------------------------------------------------
     def arrived(self, one: Slice, arrived_bytes: int) -> None:

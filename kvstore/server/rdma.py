@@ -120,13 +120,19 @@ class RdmaService:
         self.pairs.sweep(now_ns)
         metrics = self.metrics
         metrics.pairs = len(self.pairs)
+        metrics.pairs_closing = self._rail.dying_count
         metrics.pairs_broken = self.pairs.broken
+        metrics.mtu_bytes = self.pairs.mtu_bytes
 
     def close(self) -> None:
-        """Ends all; no connection may be open. Idempotent."""
+        """Ends all; no connection may be open. Idempotent.
+
+        Where the device does not let go of our memory in time, memory and device are left to the end of the process.
+        """
         self.pairs.close()
-        self._staging.close()
-        self._rail.close()
+        if self._rail.close_pairs():
+            self._staging.close()
+            self._rail.close()
 
     def _fail(self, failure: VerbsFailure) -> None:
         if not self._is_gone:

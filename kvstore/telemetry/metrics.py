@@ -306,6 +306,10 @@ class RdmaMetrics:
     fallbacks: int = counter("kvstore_rdma_fallbacks", "Starts that took TCP because RDMA could not be had")
     pairs: int = gauge("kvstore_rdma_pairs", "Queue pairs that exist")
     pairs_broken: int = counter("kvstore_rdma_pairs_broken", "Queue pairs that ended by themselves")
+    mtu_bytes: int = gauge(
+        "kvstore_rdma_path_mtu_bytes", "Path MTU of the queue pair that was made last", merge=Merge.MAX
+    )
+    pairs_closing: int = gauge("kvstore_rdma_pairs_closing", "Queue pairs that the device has not let go of yet")
     placed_bytes: int = counter("kvstore_rdma_placed_bytes", "Payload written into clients' memory")
     pulled_bytes: int = counter("kvstore_rdma_pulled_bytes", "Payload read out of clients' memory")
     fallback_bytes: int = counter(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,14 @@ _LIMITS: Final = DeviceLimits(
     region_bytes_max=1 << 40, regions_max=1 << 16, pairs_max=1 << 16, work_requests_max=1 << 14,
     completions_max=1 << 16, reads_max=16,
 )  # fmt: skip
+
+
+def _set_event() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
 _KEY_STEP: Final = 0x101  # so that a wrong key is not the next one's
 
 
@@ -50,6 +59,8 @@ class FakeHardware:
         gids: by index in the table of port 1, the only one.
         state: of the port; while it is not ACTIVE nothing arrives, and work ends as RETRY_EXCEEDED.
         refusals: by verb ("reg_mr", ...): errno values that the next calls fail with.
+        is_flushing: work that is on its way ends when its queue pair fails; else not before that is destroyed.
+        is_letting_go: queue pairs are not destroyed while it is not set.
     """
 
     gids: dict[int, bytes]
@@ -59,6 +70,8 @@ class FakeHardware:
     lid: int = 0
     state: int = PortState.ACTIVE
     refusals: dict[str, deque[int]] = field(default_factory=dict)
+    is_flushing: bool = True
+    is_letting_go: threading.Event = field(default_factory=_set_event)
 
     def check(self, verb: str, about: str) -> None:
         """Raises what the script says."""
@@ -165,7 +178,8 @@ class FakeFabric:
         kind = request.kind
         for at in range(position, len(request.pieces)):
             length = request.pieces[at][1] if kind is Work.READ else 0
-            request.pair.completions.add(Completion(request.work_id, status, request.pair.number, length))
+            work_id = request.work_id if at == len(request.pieces) - 1 else 0
+            request.pair.completions.add(Completion(work_id, status, request.pair.number, length))
             if status == SUCCESS:
                 return
             status = Status.FLUSHED
@@ -361,7 +375,8 @@ class FakePair:
         if self.current is PairState.ERROR:
             return
         self.current = PairState.ERROR
-        self.device.fabric.flush(self, quietly=False)
+        if self.device.hardware.is_flushing:
+            self.device.fabric.flush(self, quietly=False)
         while self._receives:
             _, work_id = self._receives.popleft()
             self.completions.add(Completion(work_id, Status.FLUSHED, self.number, 0))
@@ -396,6 +411,7 @@ class FakePair:
 
     def close(self) -> None:
         """See `QueuePair.close`."""
+        self.device.hardware.is_letting_go.wait()
         if self.device.fabric.pairs.pop(self.number, None) is not None:
             self.current = PairState.ERROR
             self.device.fabric.flush(self, quietly=True)

@@ -118,8 +118,12 @@ class NodeChannel(Channel, Protocol):
     def share_of(self, landings: list[Landing], request_id: int) -> tuple[list[Landing], list[Landing]]:
         """What to `fetch` in this turn of the connection, and what in its next ones."""
 
-    def unfetch(self) -> None:
-        """Forgets all landings: the call is over. Payload on its way is thrown away; no landing is written any more."""
+    def unfetch(self, on_quiet: Callable[[], None] | None = None) -> None:
+        """Forgets all landings: the call is over, and payload on its way is thrown away.
+
+        Args:
+            on_quiet: called once no landing is written any more: from within, but where a device has to be waited for.
+        """
 
 
 class PlaceChannel(NodeChannel, Protocol):
@@ -151,3 +155,6 @@ class PlaceChannel(NodeChannel, Protocol):
 
     def halt(self) -> None:
         """The read in progress is given up: from now on nothing of what was delivered is moved."""
+
+    def cancelled_late(self, request_id: int) -> None:
+        """The client gave up a read that had ended by then, and did not know."""

@@ -201,6 +201,9 @@ class ShmNodeChannel(TcpNodeChannel):
     def halt(self) -> None:
         """See `PlaceChannel`."""
 
+    def cancelled_late(self, request_id: int) -> None:
+        """See `PlaceChannel`."""
+
     # --- NodeChannel ------------------------------------------------------------------------------------------------
     def deliver(
         self,
@@ -281,10 +284,10 @@ class ShmNodeChannel(TcpNodeChannel):
             self._memory.copied_out_bytes += len(landing.buffer)
             events.fetched(landing.item)
 
-    def unfetch(self) -> None:
+    def unfetch(self, on_quiet: Callable[[], None] | None = None) -> None:
         """The call is over: its places are not read any more."""
         self._taken_id = -1
-        super().unfetch()
+        super().unfetch(on_quiet)
 
     def share_of(self, landings: list[Landing], request_id: int) -> tuple[list[Landing], list[Landing]]:
         """See `NodeChannel`: copying all at once would keep others waiting."""

@@ -212,7 +212,7 @@ class TcpNodeChannel(TcpChannel):
         """All of them: they come when the client sends them."""
         return landings, []
 
-    def unfetch(self) -> None:
+    def unfetch(self, on_quiet: Callable[[], None] | None = None) -> None:
         """Forgets the landings; the rest of a frame that is being received into them is thrown away."""
         if self._events is not None:
             self._events = None
@@ -226,6 +226,8 @@ class TcpNodeChannel(TcpChannel):
         if self._landings:
             self._landings = {}
             self.reader.divert()
+        if on_quiet is not None:
+            on_quiet()
 
     def close(self) -> None:
         """Closes the socket, drops what is queued, and lets go of what has arrived. Idempotent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,12 +18,14 @@ from kvstore.testing.fake_verbs import FakeFabric, FakeHardware
 from kvstore.testing.plane_lab import LabClient, PlaneLab
 from kvstore.testing.rdma_lab import client_rail, node_rail
 from kvstore.testing.rdma_town import GID_INDEX, gid
+from kvstore.transport.base import Landing
 from kvstore.transport.rdma.client_lane import ClientLane
 from kvstore.transport.rdma.marks import Lane
 from kvstore.transport.rdma.pair_offer import PairOffer
 from kvstore.transport.rdma.regions import address_of
 from kvstore.transport.rdma.statuses import Status
 from kvstore.transport.rdma.verbs import SUCCESS, Access, MemoryRegion, VerbsFailure
+from kvstore.transport.tcp_node import TcpNodeChannel
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.wire.header import FrameType, encode_head
@@ -198,6 +200,50 @@ def test_a_device_that_goes_costs_speed_only(bench: Bench) -> None:
     with pytest.raises(Unavailable, match="device is gone"):
         bench.client.call(PairRequest(offer=bytes(57)), Paired)
     assert bench.metrics.choice.startswith("TCP: the RDMA device is gone")
+
+
+def test_a_cancel_that_comes_behind_the_end_frees_the_other_calls_as_well(bench: Bench) -> None:
+    """Who gave up has closed its end, from which the others would wait for answers."""
+    bench.pair()
+    first, second = bench.client, bench.greet()
+    bench.client = second
+    bench.describe()
+    bench.start_get(Place(1, 512 * KiB, len(VALUE)))
+    assert second.receive().type is FrameType.PLACED
+    assert second.expect(End).statuses == b"\0"
+    bench.fabric.hold()
+    bench.client = first
+    bench.start_get(Place(1, 0, len(VALUE)))
+    for _ in range(20):
+        bench.lab.turn()
+    second.send_raw(_head(FrameType.CANCEL, second.session.request_id))
+    assert first.expect(Lost).status == Status.FLUSHED
+    assert first.end_get() == (b"\0", {0: VALUE})
+    bench.client = second
+    bench.start_get(Place(1, 0, len(VALUE)))  # the connection lives
+    assert second.expect(Lost).status == Status.FLUSHED
+    assert second.end_get() == (b"\0", {0: VALUE})
+    second.close()
+
+
+def test_a_put_in_frames_is_checked_in_one_go(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over TCP without RDMA: the channel is told how long the blocks are whose checksums come with the data."""
+    other = bench.greet(Feature.RDMA | Feature.DATA_CRCS)
+    told: list[int] = []
+    expect = TcpNodeChannel._expect
+
+    def record(channel: TcpNodeChannel, landings: Sequence[Landing], block_bytes: int) -> bool:
+        told.append(block_bytes)
+        return expect(channel, landings, block_bytes)
+
+    monkeypatch.setattr(TcpNodeChannel, "_expect", record)
+    keys = [bytes([number]) * 32 for number in range(40, 48)]
+    offer = other.offer(NS, keys, [VALUE] * 8, crc_tables=b"")
+    other.start(offer)
+    other.end_put([VALUE] * 8, with_crcs=True)
+    assert told
+    assert all(told), told
+    other.close()
 
 
 def _head(kind: FrameType, request_id: int) -> bytes:

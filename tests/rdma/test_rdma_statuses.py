@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ibverbs
 import pytest
 
-from kvstore.transport.rdma.statuses import Action, Status, action_of, cause_of, name_of
+from kvstore.transport.rdma.statuses import ACTIONS, Action, Status, action_of, cause_of, name_of
 from kvstore.transport.rdma.verbs import Completion
 
 
@@ -28,6 +29,15 @@ from kvstore.transport.rdma.verbs import Completion
 )
 def test_the_table(status: Status, action: Action) -> None:
     assert action_of(status) is action
+
+
+def test_the_table_has_every_status_of_the_verbs() -> None:
+    assert {int(status) for status in ibverbs.WCStatus} == set(ACTIONS) == set(Status)
+    assert all(isinstance(action, Action) for action in ACTIONS.values())
+    ours = {Status.LOCAL_LENGTH, Status.LOCAL_OPERATION, Status.LOCAL_PROTECTION, Status.LOCAL_ACCESS}
+    assert {action_of(status) for status in ours} == {Action.FAIL}
+    assert [status for status in Status if action_of(status) is Action.REFRESH] == [Status.REMOTE_ACCESS]
+    assert [status for status in Status if action_of(status) is Action.FOLLOW] == [Status.FLUSHED]
 
 
 def test_a_status_from_the_future_rebuilds_and_has_a_name() -> None:

@@ -1,11 +1,13 @@
 """The client's end of a lane: opens its queue pair when payload first wants it, and takes it down to make memory quiet.
 
-The client posts nothing. Its device answers READs and takes WRITEs while the queue pair is there; closing it is
-synchronous, and after that no byte of the client's memory is touched by anybody, whatever the node still believes.
+The client posts nothing. Its device answers READs and takes WRITEs while the queue pair works. It is put into the
+error state, where it takes no packet, and destroyed: after that no byte of the client's memory is touched by anybody,
+whatever the node still believes. A device that does not let go is not waited for beyond PAIR_QUIET_NS.
 """
 
 from __future__ import annotations
 
+from kvstore.limits import PAIR_QUIET_NS
 from kvstore.transport.rdma.link import Link, LinkState
 from kvstore.transport.rdma.marks import Lane, mark_of
 from kvstore.transport.rdma.pair_offer import PairOffer
@@ -102,5 +104,6 @@ class ClientLane:
 
     def _close_pair(self) -> None:
         if self._pair is not None:
-            self._pair.close()
+            # in error it takes no packet any more, and one that it was at is long done after so much time
+            self._pair.close(wait_ns=PAIR_QUIET_NS)
             self._pair = None

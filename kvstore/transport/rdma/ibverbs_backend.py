@@ -11,6 +11,7 @@ from typing import Final
 
 import ibverbs
 
+from kvstore.transport.rdma.pair_handle import destroy_unlocked
 from kvstore.transport.rdma.queries import limits_of, port_of
 from kvstore.transport.rdma.verbs import (
     MTU_CODES,
@@ -229,9 +230,10 @@ class IbverbsPair:
         """See `QueuePair.post`."""
         request, entry, opcode = ibverbs.SendWR, ibverbs.SGE, int(kind)
         chain = [
-            request(work_id, [entry(address, length, key)], opcode, 0, remote, remote_key)
+            request(0, [entry(address, length, key)], opcode, 0, remote, remote_key)
             for address, length, key, remote, remote_key in pieces
         ]
+        chain[-1].wr_id = work_id
         chain[-1].send_flags = _SIGNALLED
         try:
             self._pair.post_send(chain)
@@ -245,8 +247,11 @@ class IbverbsPair:
 
     def close(self) -> None:
         """See `QueuePair.close`."""
+        status = destroy_unlocked(self._pair, self.number)
+        if status:
+            raise VerbsFailure("destroy_qp", status, f"queue pair {self.number}")
         with _failures("destroy_qp", f"queue pair {self.number}"):
-            self._pair.close()
+            self._pair.close()  # does nothing to one that is closed
 
 
 def _make_immortal(thing: object) -> None:

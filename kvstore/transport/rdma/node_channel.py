@@ -47,13 +47,14 @@ class Holder(Protocol):
 
 
 class _Moving:
-    """A transfer on its way. `is_forgotten` once its channel has no interest in how it ends."""
+    """A transfer on its way. `is_forgotten` once its channel has no interest in how it ends; only that it did."""
 
-    __slots__ = ("is_forgotten", "length_bytes", "on_sent")
+    __slots__ = ("is_forgotten", "length_bytes", "on_quiet", "on_sent")
 
     def __init__(self, length_bytes: int, on_sent: Callable[[], None] | None) -> None:
         self.length_bytes = length_bytes
         self.on_sent = on_sent  # None for what is being fetched
+        self.on_quiet: Callable[[], None] | None = None
         self.is_forgotten = False
 
 
@@ -141,6 +142,7 @@ class RdmaNodeChannel(TcpNodeChannel):
         """See `PlaceChannel`. What is being written is stopped by taking down the pair, here and at the client.
 
         Also when nothing of it is: who gives up a call has closed its end, and other calls would wait for its answers.
+        What the device may still send of memory that is given back comes to an end that is gone.
         """
         given_up = list(self._moving)
         for one in given_up:
@@ -149,6 +151,12 @@ class RdmaNodeChannel(TcpNodeChannel):
         for one in given_up:
             if one.on_sent is not None:
                 one.on_sent()
+
+    def cancelled_late(self, request_id: int) -> None:
+        """See `PlaceChannel`. The client has closed its end, whose answers other calls of the pair would wait for."""
+        if request_id == self._places_id and self._pair is not None:
+            self._pair.close()
+            self._pair = None
 
     def _aim(self, places: Sequence[Place], request_id: int, count: int) -> None:
         assert self._holder is not None, "places before Feature.RDMA was agreed on"
@@ -208,7 +216,7 @@ class RdmaNodeChannel(TcpNodeChannel):
     ) -> None:
         """Reads out of the client's memory; or one GRANT for what cannot be read."""
         if request_id != self._places_id:
-            super().fetch(landings, request_id, events, epoch=epoch)
+            super().fetch(landings, request_id, events, epoch=epoch, block_bytes=block_bytes)
             return
         granted = []
         for landing in landings:
@@ -218,16 +226,17 @@ class RdmaNodeChannel(TcpNodeChannel):
         if granted:
             self.metrics.fallback_bytes += sum(len(landing.buffer) for landing in granted)
             self._lose_pair(Status.FLUSHED)
-            super().fetch(granted, request_id, events, epoch=epoch)
+            # what has gaps cannot be checked in one go
+            blocks = block_bytes if len(granted) == len(landings) else 0
+            super().fetch(granted, request_id, events, epoch=epoch, block_bytes=blocks)
 
-    def unfetch(self) -> None:
-        """As `NodeChannel.unfetch`. What is being read is stopped by taking down the pair: nothing is written then."""
+    def unfetch(self, on_quiet: Callable[[], None] | None = None) -> None:
+        """As `NodeChannel.unfetch`. What is being read is stopped by taking down the pair."""
         super().unfetch()
         pulling = [one for one in self._moving if one.on_sent is None]
         if pulling:
-            for one in pulling:
-                self._forget(one)
             self._lose_pair(Status.FLUSHED)
+        self._forget_quietly(pulling, on_quiet)
 
     def close(self) -> None:
         """As `Channel.close`."""
@@ -241,6 +250,22 @@ class RdmaNodeChannel(TcpNodeChannel):
         for one in moving:
             if one.on_sent is not None:
                 one.on_sent()
+
+    def _forget_quietly(self, pulling: Sequence[_Moving], on_quiet: Callable[[], None] | None) -> None:
+        """Calls `on_quiet` when the last of them has ended: no device writes to its memory then."""
+        left = len(pulling)
+
+        def ended() -> None:
+            nonlocal left
+            left -= 1
+            if not left and on_quiet is not None:
+                on_quiet()
+
+        for one in pulling:
+            self._forget(one)
+            one.on_quiet = ended
+        if not pulling and on_quiet is not None:
+            on_quiet()
 
     def _send_in_frames(
         self,
@@ -283,6 +308,8 @@ class RdmaNodeChannel(TcpNodeChannel):
 
         def on_end(status: int) -> None:
             if moving.is_forgotten:
+                if moving.on_quiet is not None:
+                    moving.on_quiet()
                 return
             self._forget(moving)
             # of a pair that broke every transfer ends as flushed; the pair knows why

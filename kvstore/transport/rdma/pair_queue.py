@@ -126,6 +126,25 @@ class PairQueue:
         self.posted -= chain.count
         return chain.transfer if chain.ends_transfer else None
 
+    def leave(self) -> list[Transfer]:
+        """The queue pair is in error: the transfers that have ended by that, in order.
+
+        What it may still write to memory of ours stays, until each of its chains is `flushed` or the queue pair is
+        destroyed (`drain`). What it only reads from is at worst sent to an end that is gone.
+        """
+        stay = {one.transfer: None for one in self._chains.values() if one.transfer.kind is Work.READ}
+        posted, chains = self.posted, {key: one for key, one in self._chains.items() if one.transfer in stay}
+        found = [one for one in self.drain() if one not in stay]
+        self.posted, self._chains = posted, chains
+        return found
+
+    def flushed(self, work_id: int) -> Transfer | None:
+        """After `leave`: a chain is over, well or not. The transfer that has ended by that."""
+        chain = self._chains.pop(work_id, None)
+        if chain is None or any(one.transfer is chain.transfer for one in self._chains.values()):
+            return None
+        return chain.transfer
+
     def drain(self) -> list[Transfer]:
         """The queue pair is gone: all transfers that have not ended, in order."""
         found = list(dict.fromkeys([*(chain.transfer for chain in self._chains.values()), *self._waiting]))

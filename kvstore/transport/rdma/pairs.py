@@ -30,6 +30,7 @@ class PairTable:
 
     Attributes:
         opened, broken: counts since the start.
+        mtu_bytes: of the path of the pair that was opened last.
     """
 
     def __init__(self, rail: Rail, *, pairs_max: int = PAIRS_MAX) -> None:
@@ -38,6 +39,7 @@ class PairTable:
         self._entries: dict[tuple[bytes, Lane], _Entry] = {}
         self.opened = 0
         self.broken = 0
+        self.mtu_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -63,6 +65,7 @@ class PairTable:
             raise
         self._entries[client_id, lane] = _Entry(pair, theirs, now_ns)
         self.opened += 1
+        self.mtu_bytes = pair.mtu_bytes
         return ours
 
     def probe(self, client_id: bytes, lane: Lane, on_end: Callable[[int], None]) -> None:

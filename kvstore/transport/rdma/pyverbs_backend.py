@@ -27,6 +27,7 @@ from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
 from pyverbs.wr import SGE, RecvWR, SendWR
 
 from kvstore.limits import CHAIN_REQUESTS_MAX
+from kvstore.transport.rdma.pair_handle import destroy_unlocked
 from kvstore.transport.rdma.queries import limits_of, port_of
 from kvstore.transport.rdma.verbs import (
     MTU_CODES,
@@ -256,9 +257,9 @@ class PyverbsPair:
             entry.addr = address
             entry.length = length
             entry.lkey = key
-            request.wr_id = work_id
             request.opcode = opcode
             request.set_wr_rdma(remote_key, remote)
+        chain[-1][0].wr_id = work_id  # the same one always: the others keep their 0
         try:
             self._pair.post_send(chain[0][0])
         except PyverbsRDMAError as error:
@@ -278,8 +279,11 @@ class PyverbsPair:
 
     def close(self) -> None:
         """See `QueuePair.close`."""
+        status = destroy_unlocked(self._pair, self.number)
+        if status:
+            raise VerbsFailure("destroy_qp", status, f"queue pair {self.number}")
         with _failures("destroy_qp", f"queue pair {self.number}"):
-            self._pair.close()
+            self._pair.close()  # does nothing to one that is closed
 
 
 class _Nowhere:

@@ -7,18 +7,22 @@ bounded by the queue's length, so that it holds every one of them if all fail.
 from __future__ import annotations
 
 import secrets
+import select
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
-from kvstore.errors import Unavailable
+from kvstore.errors import Overloaded, Unavailable
 from kvstore.limits import (
     COMPLETIONS_PER_TURN_MAX,
     PAIR_PROBE_BYTES,
     PAIR_READS_MAX,
     PAIR_REQUESTS_MAX,
+    PAIRS_CLOSING_MAX,
+    RAIL_CLOSE_NS_MAX,
     RAIL_REQUESTS_MAX,
 )
+from kvstore.transport.rdma.closing import Closer, Dying
 from kvstore.transport.rdma.marks import Mark
 from kvstore.transport.rdma.pair_offer import PROBE_WORD_BYTES, PairOffer, path_between
 from kvstore.transport.rdma.pair_queue import PairQueue, Transfer
@@ -112,14 +116,19 @@ class Pair:
         self._queue.add(transfer)
         self._rail.pump(self)
 
-    def close(self) -> None:
-        """Destroys it. What has not ended ends as FLUSHED, its memory quiet on this side. Idempotent."""
-        if self._pair is None:
-            return
-        gone, self._pair = self._pair, None
-        self._rail.forget(self, gone.number)
-        gone.close()
-        self._rail.settle(self._queue)
+    def close(self, *, wait_ns: int = 0) -> None:
+        """Puts it into the error state, so that it moves nothing new, and has it destroyed. Idempotent.
+
+        What has not ended ends as FLUSHED: what is read into memory of ours once no device writes there any more.
+
+        Args:
+            wait_ns: so long at most until it is destroyed.
+        """
+        if self._pair is not None:
+            gone, self._pair = self._pair, None
+            dying = self._rail.bury(gone, self._queue)
+            if wait_ns:
+                dying.wait(wait_ns)
 
     # --- the rail's --------------------------------------------------------------------------------------------------
     def post_next(self, room: int) -> int:
@@ -139,10 +148,6 @@ class Pair:
     def posted(self) -> int:
         """Work requests on their way."""
         return self._queue.posted
-
-    def drain(self) -> list[Transfer]:
-        """All that has not ended, once no device knows of it."""
-        return self._queue.drain()
 
     def fail(self, status: int) -> None:
         """It is in error: closes it and tells its user, after every transfer was told."""
@@ -182,6 +187,11 @@ class Rail:
         self._room = min(RAIL_REQUESTS_MAX, device.limits.completions_max)
         self._completions = device.completion_queue(self._room)
         self._pairs: dict[int, Pair] = {}
+        self._dying: dict[int, Dying] = {}
+        self._closer = Closer()
+        self._ready = select.epoll()
+        self._ready.register(self._completions.fileno(), select.EPOLLIN)
+        self._ready.register(self._closer.fileno(), select.EPOLLIN)
         self._hungry: dict[Pair, None] = {}  # pairs that found no room, in order
         self._ended: deque[tuple[Transfer, int]] = deque()
         self._pad = memoryview(bytearray(2 * PAIR_PROBE_BYTES))
@@ -190,6 +200,8 @@ class Rail:
             self._pad_region = device.register(address_of(self._pad), len(self._pad), access)
         except VerbsFailure:
             self._completions.close()
+            self._closer.close()
+            self._ready.close()
             raise
         self.probe_word = secrets.token_bytes(PROBE_WORD_BYTES)
         self._pad[:PAIR_PROBE_BYTES] = self.probe_word * (PAIR_PROBE_BYTES // PROBE_WORD_BYTES)
@@ -197,12 +209,17 @@ class Rail:
 
     def fileno(self) -> int:
         """For select or epoll."""
-        return self._completions.fileno()
+        return self._ready.fileno()
 
     @property
     def pair_count(self) -> int:
-        """Queue pairs that exist."""
+        """Queue pairs that are in use."""
         return len(self._pairs)
+
+    @property
+    def dying_count(self) -> int:
+        """Queue pairs that are not destroyed yet."""
+        return len(self._dying)
 
     @property
     def has_ended(self) -> bool:
@@ -214,7 +231,18 @@ class Rail:
         return self.device.register(address, length_bytes, access)
 
     def new_pair(self, mark: Mark, on_broken: Callable[[Pair, int], None]) -> Pair:
-        """A queue pair that is not connected. `on_broken` is told once, when it ends by itself. Raises VerbsFailure."""
+        """A queue pair that is not connected. `on_broken` is told once, when it ends by itself.
+
+        Raises:
+            Overloaded: too many are still to be destroyed.
+            VerbsFailure: the device refuses.
+        """
+        self._take_gone()
+        if len(self._dying) >= PAIRS_CLOSING_MAX:
+            raise Overloaded(
+                f"{len(self._dying)} queue pairs wait to be destroyed, at most {PAIRS_CLOSING_MAX} may: is the wire of "
+                f"{self.device.name} dead?"
+            )
         made = self.device.queue_pair(self._completions, sends_max=PAIR_REQUESTS_MAX, receives_max=0)
         fence = (self._pad_region.address + PAIR_PROBE_BYTES, self._pad_region.local_key)
         sends_max = min(PAIR_REQUESTS_MAX, self.device.limits.work_requests_max)
@@ -256,6 +284,7 @@ class Rail:
     def on_readable(self) -> None:
         """Tells how transfers ended. Raises VerbsFailure: the device is gone."""
         self._completions.take_events()
+        self._take_gone()
         left = COMPLETIONS_PER_TURN_MAX
         is_armed = False
         while left > 0:
@@ -276,15 +305,29 @@ class Rail:
             transfer.on_end(status)
 
     def close(self) -> None:
-        """Ends all pairs, then the device. What has not ended is told. Idempotent."""
-        for pair in list(self._pairs.values()):
-            pair.close()
-        while self._ended:
-            transfer, status = self._ended.popleft()
-            transfer.on_end(status)
+        """Ends all pairs, then the device. What has not ended is told. Idempotent.
+
+        A device that does not let its pairs be destroyed in time is left to the end of the process.
+        """
+        if self._ready.closed or not self.close_pairs():
+            return
+        self._ready.close()
+        self._closer.close()
         self._completions.close()
         self._pad_region.close()
         self.device.close()
+
+    def close_pairs(self, within_ns: int = RAIL_CLOSE_NS_MAX) -> bool:
+        """Ends all pairs, and tells what has not ended; whether no memory is used any more."""
+        for pair in list(self._pairs.values()):
+            pair.close()
+        dying = list(self._dying.values())
+        is_quiet = all(one.wait(within_ns) for one in dying)
+        self._take_gone()
+        while self._ended:
+            transfer, status = self._ended.popleft()
+            transfer.on_end(status)
+        return is_quiet
 
     # --- its pairs' --------------------------------------------------------------------------------------------------
     def pump(self, pair: Pair) -> None:
@@ -300,21 +343,35 @@ class Rail:
         if not self._room:
             self._hungry[pair] = None
 
-    def forget(self, pair: Pair, number: int) -> None:
-        """The pair is being destroyed: its work requests do not come back."""
-        self._pairs.pop(number, None)
-        self._room += pair.posted
+    def bury(self, pair: QueuePair, queue: PairQueue) -> Dying:
+        """The pair is to go. Its work requests keep their room until it is gone: each may end with a completion."""
+        self._pairs.pop(pair.number, None)
+        dying = self._dying[pair.number] = Dying(pair, queue)
+        try:
+            pair.fail()
+        except VerbsFailure:
+            pass  # it was never connected, or is in error already
+        self._end_flushed(queue.leave())
+        self._closer.destroy(dying)
+        return dying
 
-    def settle(self, queue: PairQueue) -> None:
-        """What was on its way at a pair that is destroyed now ends as FLUSHED."""
-        self._ended.extend((transfer, int(Status.FLUSHED)) for transfer in queue.drain())
+    def _take_gone(self) -> None:
+        for dying in self._closer.take():
+            if self._dying.get(dying.number) is dying:
+                del self._dying[dying.number]
+            self._room += dying.posted
+            self._end_flushed(dying.queue.drain())
+
+    def _end_flushed(self, transfers: Iterable[Transfer]) -> None:
+        self._ended.extend((transfer, int(Status.FLUSHED)) for transfer in transfers)
 
     def _sort(self, found: list[Completion]) -> None:
         failed: dict[int, list[Completion]] = {}
         for one in found:
             pair = self._pairs.get(one.pair_number)
             if pair is None:
-                continue  # destroyed meanwhile
+                self._flush(one)
+                continue
             if one.status != SUCCESS or one.pair_number in failed:
                 failed.setdefault(one.pair_number, []).append(one)
                 continue
@@ -328,6 +385,15 @@ class Rail:
         for number, completions in failed.items():
             cause = cause_of(completions)
             self._pairs[number].fail(cause.status if cause is not None else Status.FLUSHED)
+            for one in completions:
+                self._flush(one)
+
+    def _flush(self, one: Completion) -> None:
+        """A completion of a pair that is not used any more."""
+        dying = self._dying.get(one.pair_number)
+        transfer = dying.queue.flushed(one.work_id) if dying is not None else None
+        if transfer is not None:
+            self._end_flushed([transfer])
 
     def _feed_hungry(self) -> None:
         hungry, self._hungry = self._hungry, {}

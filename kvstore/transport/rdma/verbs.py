@@ -4,7 +4,7 @@ Numbers are those of the kernel's stable interface (`<infiniband/verbs.h>`, `IBV
 they are. All failures are `VerbsFailure` from here on; no exception of a backend's library leaves it.
 
 Objects must be closed in the opposite order of their making: queue pairs, then regions and completion queues, then the
-device. Nothing here is thread-safe.
+device. Nothing here is thread-safe but `QueuePair.close`.
 """
 
 from __future__ import annotations
@@ -210,10 +210,11 @@ class QueuePair(Protocol):
         """To ERROR: what was posted is flushed. Raises VerbsFailure."""
 
     def post(self, kind: Work, pieces: Sequence[Piece], work_id: int) -> None:
-        """Posts a chain, in one call; its last work request is signalled, and all have this id.
+        """Posts a chain, in one call; its last work request is signalled and has this id, the others have 0.
 
         A chain is at most CHAIN_REQUESTS_MAX long. It ends in one completion, or in one for each of its requests from
-        the first that failed on. For SEND the remote half of a piece is ignored.
+        the first that failed on: that of the last says that the chain touches no memory any more. For SEND the remote
+        half of a piece is ignored.
 
         Raises:
             VerbsFailure: Some or none of it was posted; `fail` or close the queue pair.
@@ -223,7 +224,10 @@ class QueuePair(Protocol):
         """Memory for one SEND of the other side, the local half of a piece. Raises VerbsFailure."""
 
     def close(self) -> None:
-        """Destroys it: the device touches no memory for it once this returns. Idempotent. Raises VerbsFailure."""
+        """Destroys it: the device touches no memory for it once this returns. Idempotent. Raises VerbsFailure.
+
+        The one call that may be made in another thread, and may take long; see `closing`.
+        """
 
 
 class Device(Protocol):
