@@ -92,8 +92,9 @@ class RdmaPort:
     def _close_if_unused(self) -> None:
         if self._is_closing and not self._users and not self._is_closed:
             self._is_closed = True
-            self.cache.close()
-            self.rail.close()
+            if self.rail.close_pairs():  # else memory and device are left to the end of the process
+                self.cache.close()
+                self.rail.close()
 
 
 _open_ports: Final[weakref.WeakSet[RdmaPort]] = weakref.WeakSet()
@@ -158,6 +159,33 @@ def open_port(host: str) -> RdmaPort:
     return RdmaPort(open_rail(open_verbs(), choice, remote_access=REMOTE), choice.port.name)
 
 
+class Opening:
+    """A port that is being opened, or was, or could not be.
+
+    Attributes:
+        port: None until it is open.
+    """
+
+    __slots__ = ("_has_ended", "_reason", "port")
+
+    def __init__(self) -> None:
+        self.port: RdmaPort | None = None
+        self._reason = ""
+        self._has_ended = threading.Event()
+
+    def end(self, port: RdmaPort | None, reason: str) -> None:
+        """It is open; or not, for a reason."""
+        self.port, self._reason = port, reason
+        self._has_ended.set()
+
+    def result(self) -> RdmaPort:
+        """Waits until it is open. Raises Unavailable: it cannot be."""
+        self._has_ended.wait()
+        if self.port is None:
+            raise Unavailable(self._reason)
+        return self.port
+
+
 class RdmaPorts:
     """The ports of one client in one process, each opened when a worker is first reached from its address.
 
@@ -170,40 +198,57 @@ class RdmaPorts:
         self._counters = counters
         self._opener = opener
         self._lock = threading.Lock()
-        self._by_host: dict[str, RdmaPort] = {}
-        self._failures: dict[str, KVStoreError] = {}
+        self._by_host: dict[str, Opening] = {}
         self._is_closed = False
         self.reason = ""
         self.is_used = False
 
     def port_for(self, host: str) -> RdmaPort:
-        """The port for connections from this address of ours.
+        """The port for connections from this address of ours. Opened by the first who asks; others wait for him.
 
         Raises:
-            Unavailable: There is none; it is not looked for again.
+            Unavailable: There is none, with the reason.
             Closed: The client is closed.
         """
         with self._lock:
             if self._is_closed:
                 raise Closed("the client is closed; make a new one")
-            found = self._by_host.get(host)
-            if found is not None:
-                return found
-            failure = self._failures.get(host)
-            if failure is None:
-                try:
-                    opened = self._opener(host)
-                except KVStoreError as error:
-                    failure = self._failures[host] = error
-                    self._note(str(error))
-                else:
-                    # addresses may share a port: the device is opened once
-                    known = next((one for one in self._by_host.values() if one.name == opened.name), None)
-                    if known is not None:
-                        opened.close()
-                    self._by_host[host] = known or opened
-                    return known or opened
-            raise Unavailable(str(failure))
+            opening = self._by_host.get(host)
+            is_ours = opening is None
+            if opening is None:
+                opening = self._by_host[host] = Opening()
+        if is_ours:
+            self._open(host, opening)
+        return opening.result()
+
+    def open_with(self, opener: Callable[[str], RdmaPort]) -> None:
+        """From now on ports are opened so: as a test's or a benchmark's devices are."""
+        self._opener = opener
+
+    def _open(self, host: str, opening: Opening) -> None:
+        """Opening a device takes a while, so the lock is not held."""
+        try:
+            opened = self._opener(host)
+        except KVStoreError as error:
+            with self._lock:
+                self._note(str(error))
+            opening.end(None, str(error))
+            return
+        except BaseException:
+            with self._lock:
+                del self._by_host[host]
+            opening.end(None, "opening it was interrupted")
+            raise
+        with self._lock:
+            # addresses may share a port: one device is used
+            known = next((one for one in self._open_ports() if one.name == opened.name), None)
+            is_closed = self._is_closed
+            opening.end(known or opened, "")
+        if known is not None or is_closed:
+            opened.close()
+
+    def _open_ports(self) -> set[RdmaPort]:
+        return {one.port for one in self._by_host.values() if one.port is not None}
 
     def _note(self, reason: str) -> None:
         if not self.reason:
@@ -214,14 +259,16 @@ class RdmaPorts:
     def close_idle(self) -> None:
         """Takes down queue pairs that nobody has used for a while."""
         now_ns = time.monotonic_ns()
-        for port in set(self._by_host.values()):
+        with self._lock:
+            ports = self._open_ports()
+        for port in ports:
             port.close_idle(now_ns)
 
     def close(self) -> None:
         """Closes all ports. Idempotent."""
         with self._lock:
             self._is_closed = True
-            ports = set(self._by_host.values())
+            ports = self._open_ports()
         for port in ports:
             port.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import sys
 import tempfile
@@ -12,12 +13,12 @@ import pytest
 
 from tests.rdma.network import PYVERBS, TWO_DEVICES, one_device
 from tests.vm.boot_image import PROGRAMS
-from tests.vm.machine import VirtualMachine, link_device, missing_programs
+from tests.vm.machine import ROOT, VirtualMachine, link_device, missing_programs
 
 GUEST = Path(__file__).parent / "guest"
 REPORT = "report.xml"
 WAIT_S = 600
-MISSING = [*missing_programs((*PROGRAMS, "rdma", "ip")), *([] if Path(PYVERBS).exists() else [PYVERBS])]
+MISSING = [*missing_programs((*PROGRAMS, "rdma", "ip", "tc")), *([] if Path(PYVERBS).exists() else [PYVERBS])]
 
 pytestmark = [
     pytest.mark.rdma,
@@ -26,10 +27,22 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """A guest writes no bytecode, and what it has to compile itself takes it minutes."""
+    for room in ("kvstore", "client", "tests/rdma", "tests/vm"):
+        compileall.compile_dir(ROOT / room, quiet=1)
+
+
 def pytest_command(tests: tuple[str, ...], chosen: str) -> list[str]:
     """Runs those of some modules whose names contain a word, in a guest, whose file system cannot be written to."""
     written = ["-p", "no:cacheprovider", f"--junitxml=/run/control/{REPORT}"]
-    light = ["-p", "no:hypothesispytest", f"--confcutdir={GUEST.parent}"]  # an import costs 30 times what it does here
+    light = [
+        "-p",
+        "no:hypothesispytest",
+        f"--confcutdir={GUEST.parent}",
+        f"--timeout={WAIT_S}",
+    ]  # an import costs 30 times what it does here
     select = [*(str(GUEST / name) for name in tests), "-k", chosen]
     return [sys.executable, "-m", "pytest", "-q", "--durations=5", *written, *light, *select]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from kvstore.errors import Unavailable
 from kvstore.limits import PAIR_PROBE_BYTES, REGIONS_PER_CONNECTION_MAX, KiB, MiB
@@ -47,7 +48,7 @@ def cached_town(tmp_path: Path) -> Iterator[Town]:
 
 def connect(town: Town, transport: str = "rdma") -> KVClient:
     client = KVClient.connect(town.address, lazy=True, transport=transport)
-    client.session().core.rdma._opener = lambda host: RdmaPort(town.client_rail(), "client0:1")
+    client.session().core.rdma.open_with(lambda host: RdmaPort(town.client_rail(), "client0:1"))
     return client
 
 
@@ -112,6 +113,89 @@ def test_small_records_and_odd_memory_arrive_as_well(town: Town) -> None:
         assert one == value
 
 
+def test_tensors_are_used_in_place_by_address_and_length(town: Town) -> None:
+    """Pinned or not: torch says where a tensor lies and how long it is, and the client needs no torch."""
+    with connect(town) as client:
+        ns = namespace_of(client)
+        values = filled(ns, 4)
+        keys = ns.keys(list(range(16 * 4)))
+        tensor = torch.zeros((4, CHUNK // 2), dtype=torch.bfloat16)
+        rows = [(row.data_ptr(), row.numel() * row.element_size()) for row in tensor]
+        assert all(isinstance(one, Hit) for one in ns.get_into(keys, rows))
+        assert tensor.view(torch.uint8).numpy().tobytes() == b"".join(values)
+        assert town.metrics.placed_bytes == 4 * CHUNK
+        [port] = client.session().core.rdma._open_ports()
+        assert port.cache.registered_bytes == 0, "nobody tells when it is freed: not a call longer"
+        other = client.namespace(Namespace(tenant="default", model="t", weights="w", layout=ns.layout))
+        assert all(isinstance(one, Stored) for one in other.put(keys, rows))
+        pulled = town.metrics.pulled_bytes
+        assert pulled == 8 * CHUNK
+        view = tensor.view(torch.uint8).numpy()  # has an owner that can be watched
+        view[:] = 0
+        assert all(isinstance(one, Hit) for one in other.get_into(keys, list(view)))
+        assert view.tobytes() == b"".join(values)
+
+
+def test_the_node_registers_its_memory_at_the_start_and_never_in_a_call(town: Town) -> None:
+    before = {key for key, region in town.fabric.regions.items() if region.device.name == "node0"}
+    registered = sum(region.length_bytes for key, region in town.fabric.regions.items() if key in before)
+    assert registered >= town.engine.cache.arena.size_bytes
+    with connect(town) as client:
+        ns = namespace_of(client)
+        filled(ns, COUNT)
+        memory = np.zeros((COUNT, CHUNK), np.uint8)
+        read_into(ns, ns.keys(list(range(16 * COUNT))), memory)
+        after = {key for key, region in town.fabric.regions.items() if region.device.name == "node0"}
+        assert after == before, "the probe's was let go of as well"
+
+
+@pytest.mark.parametrize(("node_mtu", "client_mtu"), [(4096, 1024), (512, 4096)])
+def test_the_path_mtu_is_the_lesser_and_is_shown(cached_town: Town, node_mtu: int, client_mtu: int) -> None:
+    town = cached_town
+    town.node.mtu_bytes, town.client.mtu_bytes = node_mtu, client_mtu
+    with connect(town) as client:
+        filled(namespace_of(client), 2)
+        assert {pair.path.mtu_bytes for pair in town.fabric.pairs.values() if pair.path} == {min(node_mtu, client_mtu)}
+        town.on_node(lambda: town.service.sweep(0))
+        assert town.metrics.mtu_bytes == min(node_mtu, client_mtu)
+
+
+def test_both_ends_mark_what_they_send_as_the_most_urgent_class_of_the_lane(cached_town: Town) -> None:
+    town = cached_town
+    with connect(town) as client:
+        ns = namespace_of(client)
+        filled(ns, 2)  # a put: the background lane
+        marks = {(pair.path.traffic_class, pair.path.service_level) for pair in town.fabric.pairs.values() if pair.path}
+        assert marks == {(18 << 2 | 2, 2)}
+        read_into(ns, ns.keys(list(range(32))), np.zeros((2, CHUNK), np.uint8))
+        marks = {(pair.path.traffic_class, pair.path.service_level) for pair in town.fabric.pairs.values() if pair.path}
+        assert marks == {(18 << 2 | 2, 2), (26 << 2 | 2, 3)}
+        assert len(town.fabric.pairs) == 4, "two lanes, two ends"
+
+
+def test_a_writer_that_is_given_up_never_reaches_memory_that_others_got(cached_town: Town) -> None:
+    """The put's landings go to somebody else only once no READ can end there any more."""
+    town = cached_town
+    with connect(town) as client:
+        ns = namespace_of(client)
+        values = filled(ns, COUNT)
+        late = namespace_of(client)
+        theirs = np.full((COUNT, CHUNK), 0xEE, np.uint8)
+        town.fabric.hold()
+        outcomes = late.put(late.keys(list(range(16 * COUNT))), list(theirs), deadline=0.3)
+        assert not any(isinstance(one, Stored) for one in outcomes)
+        town.fabric.release()
+        with connect(town) as other:
+            again = other.namespace(late.namespace)
+            keys = again.keys(list(range(16 * COUNT)))
+            assert all(isinstance(one, Stored) for one in again.put(keys, values))
+            memory = np.zeros((COUNT, CHUNK), np.uint8)
+            read_into(again, keys, memory)
+            assert memory.tobytes() == b"".join(values)
+            read_into(ns, ns.keys(list(range(16 * COUNT))), memory)
+            assert memory.tobytes() == b"".join(values)
+
+
 def test_misses_and_records_of_other_lengths_are_told(town: Town) -> None:
     with connect(town) as client:
         ns = namespace_of(client)
@@ -133,7 +217,7 @@ def test_memory_is_registered_once_and_let_go_with_its_owner(cached_town: Town) 
         memory = np.zeros((COUNT, CHUNK), np.uint8)
         for _ in range(5):
             read_into(ns, keys, memory)
-        [port] = set(client.session().core.rdma._by_host.values())
+        [port] = client.session().core.rdma._open_ports()
         assert port.cache.registered_bytes == COUNT * CHUNK
         del memory
         assert port.cache.registered_bytes == 0
@@ -154,7 +238,7 @@ def test_a_port_that_goes_down_costs_speed_and_comes_back(cached_town: Town) -> 
         assert memory.tobytes() == b"".join(values)
         assert town.metrics.placed_bytes == placed
         assert town.metrics.fallback_bytes == COUNT * CHUNK
-        lanes = client.session().core.rdma._by_host["127.0.0.1"].lanes
+        lanes = client.session().core.rdma.port_for("127.0.0.1").lanes
         assert not any(lane.is_ready for lane in lanes if lane.end.link.breaks), "our end went before the bytes came"
         town.client.state = PortState.ACTIVE
         while town.metrics.placed_bytes == placed:  # the pause after a break is a tenth of a second
@@ -225,14 +309,14 @@ def test_a_client_without_a_port_falls_back_once_with_auto_and_fails_with_rdma(c
         raise Unavailable("no RDMA device here")
 
     with connect(town, "auto") as client:
-        client.session().core.rdma._opener = refuse
+        client.session().core.rdma.open_with(refuse)
         ns = namespace_of(client)
         filled(ns, 2)
         assert "no RDMA device here" in client.transports()["t0"]
         assert client.transports()["t0"].startswith("tcp")
         assert client.stats()["rdma_fallbacks"] == 1
     with connect(town, "rdma") as client:
-        client.session().core.rdma._opener = refuse
+        client.session().core.rdma.open_with(refuse)
         ns = namespace_of(client)
         [outcome] = ns.put(ns.keys(list(range(16))), [noise(CHUNK, 1)])
         assert "no RDMA device here" in outcome.detail
@@ -296,7 +380,7 @@ def test_a_restart_of_rdma_is_noticed_and_pairs_are_made_anew(cached_town: Town)
         assert town.metrics.placed_bytes == placed + memory.nbytes
         assert memory.tobytes() == b"".join(values)
         ports: RdmaPorts = client.session().core.rdma
-        for port in set(ports._by_host.values()):
+        for port in ports._open_ports():
             port.close_idle(10**30)
             assert not any(lane.is_ready for lane in port.lanes)
         read_into(ns, keys, memory)
@@ -334,7 +418,7 @@ def test_the_asynchronous_client_uses_rdma_as_well(cached_town: Town) -> None:
 
     async def read_and_write() -> None:
         client = await AsyncKVClient.connect(town.address, lazy=True, transport="rdma")
-        client.session().core.rdma._opener = lambda host: RdmaPort(town.client_rail(), "client0:1")
+        client.session().core.rdma.open_with(lambda host: RdmaPort(town.client_rail(), "client0:1"))
         await client.check_ways()
         layout = KVLayout.opaque(chunk_bytes=CHUNK, chunk_tokens=16)
         ns = client.namespace(Namespace(tenant="default", model="async", weights="w", layout=layout))

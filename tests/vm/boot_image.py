@@ -26,7 +26,7 @@ _KIT_MODULES: Final = {
     # ext4 asks for crc32c_generic by a soft dependency, which modules do not name in `depends`
     "disk": ("virtio_blk", "crc32c_generic", "ext4"),
     # rxe asks for "crc32" of the crypto interface by name only; without it `rdma link add` fails with ENOENT
-    "rdma": ("veth", "virtio_net", "crc32_generic", "ib_uverbs", "rdma_rxe"),
+    "rdma": ("veth", "virtio_net", "crc32_generic", "ib_uverbs", "rdma_rxe", "sch_netem"),
 }
 KITS: Final = tuple(_KIT_MODULES)
 _MODULE_FILES: Final = (  # patterns of tar, whose * takes in whole folders

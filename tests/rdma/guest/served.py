@@ -8,7 +8,6 @@ on a second wire.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import json
 import os
@@ -16,18 +15,18 @@ import re
 import resource
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
 
 import numpy as np
+import pytest
 
 from kvstore.limits import KiB, MiB
 from kvstore.testing.serve_process import Ready, ServeProcess
@@ -40,6 +39,7 @@ from kvstore_client import Hit, KVClient, Stored
 from kvstore_client.namespace_handle import BoundNamespace
 from kvstore_client.rdma import RdmaPort
 from tests.rdma.network import ADDRESSES, ASIDE_ADDRESSES, GID_INDEX
+from tests.rdma.served_suite import Node, Way
 
 CONTROL_PORT: Final = 7499
 TCP_OF: Final = {Backend.IBVERBS: (ASIDE_ADDRESSES[0], 7400), Backend.PYVERBS: (ADDRESSES[0], 7500)}
@@ -47,15 +47,15 @@ TCP_OF: Final = {Backend.IBVERBS: (ASIDE_ADDRESSES[0], 7400), Backend.PYVERBS: (
 CHUNK: Final = 256 * KiB
 COUNT: Final = 16
 TOTAL: Final = COUNT * CHUNK
-WAIT_S: Final = 200
+WAIT_S: Final = 300
 WIRE_RATIO_MAX: Final = 1.03
 TRIES: Final = 5
-DOWN_S: Final = 8  # longer than a pair tries again
-UNDER_WAY_PACKETS: Final = 64  # a sixteenth of what one call moves
 POLL_S: Final = 0.05
-SIOCGIFFLAGS: Final = 0x8913
-SIOCSIFFLAGS: Final = 0x8914
-IFF_UP: Final = 1
+GUEST: Final = Path(__file__).parent
+ETH_P_ALL: Final = 3
+ETHERNET_BYTES: Final = 14
+SO_RCVBUFFORCE: Final = 33
+ROCE_PORT: Final = 4791  # of UDP (RoCEv2)
 NOBODY: Final = 65534
 LOCKED_BYTES: Final = 8 * MiB
 P = ParamSpec("P")
@@ -78,7 +78,8 @@ def start(backend: Backend) -> ServeProcess:
     folder.mkdir()
     host, port = TCP_OF[backend]
     addresses = ["--host", host, "--insecure", "", "--grpc-port", str(port), "--data-port", str(port + 1)]
-    usual = ["--transport", "rdma", "--cache", "32MiB", "--staging", "48MiB", "--capacity", "64MiB", *addresses]
+    usual = ["--transport", "rdma", "--staging", "48MiB", "--capacity", "96MiB", *addresses]
+    usual += ["--cache", "32MiB" if backend is Backend.IBVERBS else "0"]
     return ServeProcess(folder, *usual, environment={LIBRARY_VARIABLE: backend.value})
 
 
@@ -107,10 +108,10 @@ def carry_out(words: list[str], ready: Ready) -> object:
             name: float(value)
             for name, value in re.findall(r"^kvstore_rdma_(\w+?)(?:_total)? ([0-9.e+]+)$", text, re.M)
         }
-    if words[0] == "kill-worker":
+    if words[0] == "signal-worker":
         children = Path(f"/proc/{ready.pid}/task/{ready.pid}/children").read_text().split()
         for child in children:
-            os.kill(int(child), signal.SIGKILL)
+            os.kill(int(child), int(words[1]))
         return len(children)
     subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # of perftest
     return 0
@@ -150,7 +151,7 @@ class Bench:
 
     @property
     def port(self) -> RdmaPort:
-        [port] = set(self.client.session().core.rdma._by_host.values())
+        [port] = self.client.session().core.rdma._open_ports()
         return port
 
     def get(self, memory: np.ndarray) -> bool:
@@ -172,6 +173,30 @@ class Bench:
                     return
             assert time.monotonic() < end, f"RDMA did not come back after {what}: {self.client.transports()}"
             time.sleep(0.1)
+
+
+class NodeElsewhere:
+    """`served_suite.Node`, and the fixture that gives it."""
+
+    def __init__(self, bench: Bench, backend: Backend) -> None:
+        host, port = TCP_OF[backend]
+        self.way = Way(transport="rdma", says="rdma rxe0:1")
+        self.address = f"{host}:{port + 1}"
+        self._bench = bench
+        self._lock = threading.Lock()
+
+    def signal_worker(self, number: int) -> None:
+        with self._lock:
+            assert self._bench.ask(f"signal-worker {int(number)}")["answer"] == 1
+
+    def moved_bytes(self) -> tuple[float, float]:
+        with self._lock:
+            found = self._bench.ask("metrics")
+        return found["placed_bytes"], found["pulled_bytes"]
+
+    @pytest.fixture(scope="session")
+    def node_elsewhere(self) -> Node:
+        return self
 
 
 def connect(host: str, port: int) -> KVClient:
@@ -198,13 +223,15 @@ def client() -> None:
         os.environ[LIBRARY_VARIABLE] = backend.value
         bench = timed(Bench, backend)
         timed(moved_both_ways, bench, memory, backend)
+        timed(suite, bench, backend)
         timed(wrong_key, bench)
         timed(freed_in_child, bench, memory)
         if backend is Backend.IBVERBS:
+            timed(marked, bench, memory)
             timed(region_gone, bench)
             timed(killed_reader, bench, memory)
             timed(short_of_locked_memory, bench)
-            timed(wire_down, bench, memory)
+            timed(wire_dead, bench, memory)
             timed(killed_worker, bench, memory)
             timed(perftest, bench)
         timed(bench.quit)
@@ -256,6 +283,63 @@ def best_of(bench: Bench, move: Callable[[int], None], way: str, metric: str) ->
         if is_whole and ratio <= WIRE_RATIO_MAX and count >= TOTAL / 4096:
             return rate, ratio
     raise AssertionError(f"{ratio:.3f} bytes on the wire for each of the payload: {before} {after}")
+
+
+def suite(bench: Bench, backend: Backend) -> None:
+    """The tests that every way of payload passes."""
+    light = [
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:hypothesispytest",
+        f"--confcutdir={GUEST.parent}",
+        f"--timeout={WAIT_S}",
+    ]
+    counts = Counts()
+    wanted = [str(GUEST / "test_served_rdma.py"), "-q", "--durations=4", *light]
+    assert pytest.main(wanted, plugins=[NodeElsewhere(bench, backend), counts]) == 0
+    assert counts.passed > 15
+    assert not counts.skipped
+    print(f"measured: the suite of served ways, {backend.value}: {counts.passed} tests passed")
+
+
+class Counts:
+    """How many tests of a run passed, and were skipped."""
+
+    def __init__(self) -> None:
+        self.passed = self.skipped = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.passed += report.when == "call" and report.passed
+        self.skipped += report.skipped
+
+
+def marked(bench: Bench, memory: np.ndarray) -> None:
+    """Both machines mark their packets: reads as the urgent lane, writes as the other one (RFC 2474)."""
+    bench.until_placed(memory, "what was before")
+    with sniffed() as found:
+        assert isinstance(bench.ns.get_into(bench.keys[:1], [memory[0]])[0], Hit)
+    assert found == {(address, 26 << 2 | 2) for address in ADDRESSES}, found
+    other = namespace_of(bench.client, "marked")
+    with sniffed() as found:
+        assert isinstance(other.put(other.keys(list(range(16))), [bench.values[0]])[0], Stored)
+    assert found == {(address, 18 << 2 | 2) for address in ADDRESSES}, found
+
+
+@contextlib.contextmanager
+def sniffed() -> Iterator[set[tuple[str, int]]]:
+    """Afterwards: source and type of service (DSCP and ECN) of each RDMA packet that passed meanwhile."""
+    found: set[tuple[str, int]] = set()
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL)) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 16 * MiB)
+        raw.bind(("eth0", ETH_P_ALL))
+        yield found
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                packet = raw.recv(64, socket.MSG_DONTWAIT)[ETHERNET_BYTES:]
+                is_udp = len(packet) > 24 and packet[0] >> 4 == 4 and packet[9] == socket.IPPROTO_UDP
+                if is_udp and int.from_bytes(packet[22:24], "big") == ROCE_PORT:
+                    found.add((socket.inet_ntoa(packet[12:16]), packet[1]))
 
 
 def held_by(bench: Bench, memory: np.ndarray) -> HeldMemory:
@@ -342,47 +426,51 @@ def short_of_locked_memory(bench: Bench) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the client with 8 MiB of locked memory failed"
 
 
-def wire_down(bench: Bench, memory: np.ndarray) -> None:
-    """The port of RDMA is down under reads, for longer than a pair tries again; then all goes one-sided again.
+def wire_dead(bench: Bench, memory: np.ndarray) -> None:
+    """Nothing of RDMA leaves this machine until a pair breaks; then all goes one-sided again.
 
-    Commands have their own wire, so payload is on its way to the dead one whenever it went down. Whether that breaks a
-    pair is the emulator's: where it holds packets back instead of dropping them, rxe waits, and the pair goes on.
+    Packets are dropped, since the emulator may hold back those of a link that is down. Commands have their own wire, so
+    reads go on, in frames, and no pair stays whole for lack of something to move.
     """
     areas = [memory, *(np.zeros((COUNT, CHUNK), np.uint8) for _ in range(2))]
-    before = bench.ask("metrics")["pairs_broken"]
-    cut_wire(bench, areas)
-    begin = time.monotonic()
-    bench.until_placed(memory, "the wire was down")
-    took = time.monotonic() - begin
-    begin = time.monotonic()
-    assert bench.get(memory)
-    rate = TOTAL / (time.monotonic() - begin) / 1e6
-    broken = bench.ask("metrics")["pairs_broken"] - before
-    print(
-        f"measured: wire down for {DOWN_S} s: {broken:.0f} pairs broke, RDMA again {took:.1f} s after the reads, "
-        f"get {rate:.1f} MB/s"
-    )
-
-
-def cut_wire(bench: Bench, areas: list[np.ndarray]) -> None:
+    rate_before = rate_of(bench, memory)
+    before = bench.ask("metrics")
     has_ended = threading.Event()
 
     def read_on(area: np.ndarray) -> None:
         while not has_ended.is_set():
-            bench.get(area)  # late, or in frames; never wrong
+            assert bench.get(area), bench.client.transports()  # in frames if need be; never wrong
 
     with ThreadPoolExecutor(len(areas)) as pool:
-        seen = packets("rx")
         reads = [pool.submit(read_on, area) for area in areas]
+        begin = time.monotonic()
         try:
-            assert until(lambda: packets("rx") >= seen + UNDER_WAY_PACKETS, WAIT_S)
-            set_wire(is_up=False)
-            time.sleep(DOWN_S)
+            drop_packets(are_dropped=True)
+            assert until(lambda: bench.ask("metrics")["pairs_broken"] > before["pairs_broken"], WAIT_S), "no pair broke"
+            broke = time.monotonic() - begin
+            at = bench.ask("metrics")["fallback_bytes"]
+            assert until(lambda: bench.ask("metrics")["fallback_bytes"] > at, WAIT_S), "reads did not go on in frames"
         finally:
-            set_wire(is_up=True)
+            drop_packets(are_dropped=False)
             has_ended.set()
         for read in reads:
             read.result()
+    begin = time.monotonic()
+    bench.until_placed(memory, "the wire was dead")
+    took = time.monotonic() - begin
+    rate = rate_of(bench, memory)
+    print(
+        f"measured: wire dead: a pair broke after {broke:.1f} s, RDMA again {took:.1f} s after the reads, "
+        f"get {rate:.1f} MB/s, before {rate_before:.1f}"
+    )
+
+
+def rate_of(bench: Bench, memory: np.ndarray) -> float:
+    """MB/s of one get by RDMA."""
+    bench.until_placed(memory, "what was before")
+    begin = time.monotonic()
+    assert bench.get(memory)
+    return TOTAL / (time.monotonic() - begin) / 1e6
 
 
 def until(is_so: Callable[[], bool], seconds: float) -> bool:
@@ -395,17 +483,14 @@ def until(is_so: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def set_wire(*, is_up: bool) -> None:
-    """As `ip link set eth0`, in no time (netdevice(7))."""
-    name = b"eth0".ljust(16, b"\0")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        _, flags = struct.unpack("16sH", fcntl.ioctl(any_socket, SIOCGIFFLAGS, struct.pack("16sH14x", name, 0))[:18])
-        flags = flags | IFF_UP if is_up else flags & ~IFF_UP
-        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", name, flags))
+def drop_packets(*, are_dropped: bool) -> None:
+    """All that leaves by the wire of RDMA (tc-netem(8))."""
+    change = ("add", "root", "netem", "loss", "100%") if are_dropped else ("del", "root")
+    subprocess.run(["tc", "qdisc", change[0], "dev", "eth0", *change[1:]], check=True)
 
 
 def killed_worker(bench: Bench, memory: np.ndarray) -> None:
-    bench.ask("kill-worker")
+    bench.ask(f"signal-worker {int(signal.SIGKILL)}")
     bench.get(memory)
     bench.until_placed(memory, "the worker was killed")
 
