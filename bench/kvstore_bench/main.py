@@ -24,8 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--only",
         default="",
         metavar="GROUP",
-        help="only groups whose name contains this: ram, cold, put, recovery; of transport: ibverbs, pyverbs; "
-        "of cluster: placement, lookup, throughput, recovery, recovery:FAULT",
+        help="only groups whose name contains this: ram, cold, put, recovery; of transport: requests, reads, ibverbs, "
+        "pyverbs; of cluster: placement, lookup, throughput, recovery, recovery:FAULT",
     )
     run.add_argument("--json", type=Path, metavar="FILE", help="also write the rows and the machine as JSON")
     run.add_argument(

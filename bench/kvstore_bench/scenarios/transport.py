@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Final, cast
 from kvstore.limits import FRAME_AIM_BYTES, KiB
 from kvstore.transport.rdma.pair_queue import PairQueue, Transfer
 from kvstore.transport.rdma.verbs import SUCCESS, Completion, Piece, QueuePair, Work
+from kvstore_bench import rdma_cost
 from kvstore_bench.measure import Row
 
 BATCH: Final = 32
@@ -24,11 +26,13 @@ _MUST_BATCH_US: Final = 1.0
 
 
 def run(*, quick: bool, folder: Path, only: str) -> Iterator[Row]:
-    """Rows for each library that is there. `folder` is not used."""
-    del folder
+    """Rows for each library that is there, and of whole reads."""
     for record_bytes in (1024 * KiB, 256 * KiB, 64 * KiB):
         if only in "requests":
             yield _requests_of(record_bytes)
+    if only in "reads":
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            yield from rdma_cost.rows(Path(own), rounds=3 if quick else 7, repeats=20 if quick else 60)
     rounds, repeats = (3, 2_000) if quick else (9, 20_000)
     for backend in _BACKENDS:
         if only not in f"requests {backend}":
