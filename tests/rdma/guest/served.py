@@ -232,7 +232,6 @@ def client() -> None:
             timed(killed_reader, bench, memory)
             timed(short_of_locked_memory, bench)
             timed(wire_dead, bench, memory)
-            timed(killed_worker, bench, memory)
             timed(perftest, bench)
         timed(bench.quit)
 
@@ -487,12 +486,6 @@ def drop_packets(*, are_dropped: bool) -> None:
     """All that leaves by the wire of RDMA (tc-netem(8))."""
     change = ("add", "root", "netem", "loss", "100%") if are_dropped else ("del", "root")
     subprocess.run(["tc", "qdisc", change[0], "dev", "eth0", *change[1:]], check=True)
-
-
-def killed_worker(bench: Bench, memory: np.ndarray) -> None:
-    bench.ask(f"signal-worker {int(signal.SIGKILL)}")
-    bench.get(memory)
-    bench.until_placed(memory, "the worker was killed")
 
 
 def perftest(bench: Bench) -> None:
