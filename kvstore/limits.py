@@ -140,6 +140,7 @@ TEMPORARY_NAMES_READ_MAX: Final = 100_000  # others may fill the folder for temp
 
 # --- shared memory ---------------------------------------------------------------------------------------------
 REGIONS_PER_CONNECTION_MAX: Final = 1_024
+ALLOCATED_OF_FREE_MAX: Final = 0.9  # of the memory that is free, what one allocation may take at once
 REGION_BYTES_PER_CLIENT_MAX: Final = 64 * GiB  # mapped for one process; page tables of it take 1/512
 REGION_BYTES_MAX: Final = 256 * GiB  # mapped for all clients of a worker
 BOUNCE_BYTES_MAX: Final = 64 * MiB  # of a connection: through it come records for memory that is not shared

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import TypeAlias, cast
 
 from kvstore.errors import InvalidRequest
-from kvstore.limits import FRAGMENTS_PER_ITEM_MAX
+from kvstore.limits import ALLOCATED_OF_FREE_MAX, FRAGMENTS_PER_ITEM_MAX
 from kvstore.types.buffers import Buffer, view_of
+from kvstore.types.free_memory import free_memory_bytes
 
 Fragment: TypeAlias = "Buffer | tuple[int, int]"
 Item: TypeAlias = "Fragment | Sequence[Fragment]"
@@ -110,12 +111,23 @@ def allocate(length_bytes: int, *, prefault: bool = False) -> memoryview:
     Args:
         length_bytes: 0 or more.
         prefault: Touch each page now, so that the first call into it pays no page faults.
+
+    Raises:
+        InvalidRequest: there is not so much memory.
     """
     if length_bytes < 0:
         raise InvalidRequest(f"length {length_bytes} is negative; pass 0 or more bytes")
     if length_bytes == 0:
         return memoryview(bytearray())
-    area = mmap.mmap(-1, length_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    free = free_memory_bytes() if prefault else None
+    if free is not None and length_bytes > free * ALLOCATED_OF_FREE_MAX:
+        raise InvalidRequest(
+            f"{length_bytes} bytes at once are more than this machine can give ({free} are free); ask for less"
+        )
+    try:
+        area = mmap.mmap(-1, length_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise InvalidRequest(f"{length_bytes} bytes of memory cannot be had ({error}); ask for less") from None
     view = memoryview(area)
     if prefault:
         for at in range(0, length_bytes, mmap.PAGESIZE):

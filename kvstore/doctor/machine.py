@@ -8,6 +8,7 @@ from typing import Final
 
 from kvstore.doctor.finding import Finding, Fix, Status, words_of_bytes
 from kvstore.doctor.system import System
+from kvstore.types.free_memory import machine_free_bytes
 
 _CLOCKSOURCE: Final = "/sys/devices/system/clocksource/clocksource0"
 _HUGE_PAGES: Final = "/sys/kernel/mm/transparent_hugepage/enabled"
@@ -52,14 +53,13 @@ class MachineFacts:
 def read_machine(system: System, *, memory_wanted_bytes: int) -> MachineFacts:
     """Ask the machine."""
     chosen = re.search(r"\[(\w+)\]", system.text(_HUGE_PAGES) or "")
-    free = re.search(r"^MemAvailable:\s+(\d+) kB", system.text("/proc/meminfo") or "", re.MULTILINE)
     return MachineFacts(
         kernel_release=system.kernel_release(),
         clocksource=system.text(f"{_CLOCKSOURCE}/current_clocksource") or "",
         clocksources=system.text(f"{_CLOCKSOURCE}/available_clocksource") or "",
         clock_is_synchronised=system.clock_is_synchronised(),
         huge_pages=chosen[1] if chosen else "",
-        memory_free_bytes=int(free[1]) * 1024 if free else None,
+        memory_free_bytes=machine_free_bytes(system.text("/proc/meminfo") or ""),
         memory_wanted_bytes=memory_wanted_bytes,
     )
 

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.limits import UNIX_PATH_BYTES_MAX, MiB
+from kvstore.limits import ALLOCATED_OF_FREE_MAX, UNIX_PATH_BYTES_MAX, MiB
 from kvstore.transport.tcp import LISTEN_BACKLOG
 from kvstore.types.digest import digest
+from kvstore.types.free_memory import free_memory_bytes
 
 # linux/fcntl.h, linux/memfd.h, linux/magic.h
 _F_ADD_SEALS: Final = 1033
@@ -77,6 +78,9 @@ def create_memory(length_bytes: int) -> int:
     Raises:
         OSError: There is not so much memory, or the kernel knows no memfd.
     """
+    free = free_memory_bytes() if length_bytes >= _HUGE_PAGE_BYTES else None
+    if free is not None and length_bytes > free * ALLOCATED_OF_FREE_MAX:
+        raise OSError(errno.ENOMEM, f"{length_bytes} bytes are more than this machine can give ({free} are free)")
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         fd = os.memfd_create("kvstore", flags | _MFD_NOEXEC_SEAL)

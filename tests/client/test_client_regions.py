@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest
+from kvstore.limits import MiB
 from kvstore.types.layout import ByteRange, KVLayout, ShardAxis
 from kvstore.types.part import Part
 from kvstore_client.planner import Section, sections_of
@@ -86,6 +87,20 @@ def test_allocated_memory_is_page_aligned_and_writable() -> None:
     assert len(allocate(0)) == 0
     with pytest.raises(InvalidRequest):
         allocate(-1)
+
+
+@pytest.mark.parametrize("length", [1 << 60, 1 << 70])
+def test_memory_that_nobody_has_is_refused_by_its_size(length: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"{length} bytes of memory cannot be had"):
+        allocate(length)
+
+
+def test_no_more_memory_is_touched_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore_client.regions.free_memory_bytes", lambda: 10 * MiB)
+    assert len(allocate(9 * MiB, prefault=True)) == 9 * MiB
+    with pytest.raises(InvalidRequest, match=f"{10 * MiB} bytes at once"):
+        allocate(10 * MiB, prefault=True)
+    assert len(allocate(10 * MiB)) == 10 * MiB, "what is not touched is not taken"
 
 
 LAYOUT = KVLayout(

@@ -268,6 +268,16 @@ def test_memory_is_whole_whatever_pages_the_kernel_has(length: int) -> None:
     assert far == noise
 
 
+def test_no_more_memory_is_taken_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to no process, so the kernel would end others one by one to make room for it."""
+    monkeypatch.setattr("kvstore.transport.shm.free_memory_bytes", lambda: 10 * MiB)
+    os.close(create_memory(8 * MiB))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=f"{10 * MiB} bytes are more than this machine can give"):
+        create_memory(10 * MiB)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_pages_that_were_punched_out_are_zeros_again() -> None:
     fd = create_memory(64 * KiB)
     view = memoryview(open_memory(fd, 64 * KiB))
