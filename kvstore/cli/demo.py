@@ -53,7 +53,7 @@ def _need_model_packages(synthetic: bool) -> None:
     if missing and not synthetic:
         raise InvalidRequest(
             f"the demo with a real model needs {', '.join(missing)}, not installed here; "
-            'pip install "kvstore[transformers]", or use --synthetic'
+            'pip install ".[transformers]" in the source folder of kvstore, or use --synthetic'
         )
 
 

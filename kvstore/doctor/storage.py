@@ -10,6 +10,7 @@ from typing import Final
 from kvstore.doctor.finding import Finding, Fix, Status, words_of_bytes
 from kvstore.limits import MiB
 from kvstore.settings import format_size
+from kvstore.types.compiled import BUILD_AGAIN
 
 _GOOD_FILE_SYSTEMS: Final = frozenset(("ext4", "xfs", "block device"))
 _RAM_FILE_SYSTEMS: Final = frozenset(("tmpfs", "ramfs"))
@@ -100,14 +101,18 @@ def check_trial(facts: TrialFacts) -> list[Finding]:
 
 def check_data_dir(facts: PlaceFacts) -> Finding:
     """Whether the node may use it at all."""
+    is_read_only = bool(facts.problem) and "ro" in facts.mount_options
+    own = f"mkdir -p {facts.path} && chown USER {facts.path}, as root; or pass another --data-dir"
+    remount = f"mount -o remount,rw {facts.mount_point}, as root; if the kernel refuses, dmesg says what the drive has"
     return Finding(
         check="data_dir",
         subject=facts.path,
         status=Status.FAILING if facts.problem else Status.OK,
         found=facts.problem or "writable",
         needed="a folder that can be made and written, or a block device",
+        reason=f"{facts.mount_point} is mounted read-only" if is_read_only else "",
         fix=Fix(
-            shell=f"mkdir -p {facts.path} && chown USER {facts.path}, as root; or pass another --data-dir",
+            shell=remount if is_read_only else own,
             systemd=f"StateDirectory=kvstore with KVSTORE_DATA_DIR=/var/lib/kvstore, or ReadWritePaths={facts.path}",
             kubernetes="securityContext.fsGroup of the pod, and a volume mounted there that is not readOnly",
         )
@@ -253,7 +258,7 @@ def check_device_mode(facts: TrialFacts) -> Finding:
 def _uring_fix(facts: TrialFacts) -> Fix:
     if not facts.is_binding_built:
         return Fix(
-            shell="apt-get install gcc python3-dev, then install kvstore again (pip install --force-reinstall kvstore)",
+            shell=f"apt-get install gcc python3-dev, then {BUILD_AGAIN}",
             systemd="the same; or Environment=KVSTORE_DEVICE=threads",
             kubernetes="an image with the compiled binding (one that was built with gcc), or device: threads",
         )

@@ -20,7 +20,8 @@ INTERFACES: Final[Mapping[str, int]] = {
     "kvstore.transport._inflow": 2,
     "kvstore.types._sums": 2,
 }
-BUILD_AGAIN: Final = "pip install --force-reinstall --no-deps kvstore"
+# by its folder: the name `kvstore` on PyPI is somebody else's program
+BUILD_AGAIN: Final = "pip install --force-reinstall --no-deps . in kvstore's source folder"
 
 
 def require_interface(part: ModuleType) -> None:

@@ -56,6 +56,19 @@ def test_a_good_place() -> None:
     assert findings["drive"].found == "nvme0n1, solid-state, scheduler none"
 
 
+def test_a_read_only_mount_is_not_told_to_change_owners() -> None:
+    ro = replace(GOOD, problem="not writable", mount_options=("ro", "noatime"), mount_point="/srv")
+    found = examined(ro)["data_dir"]
+    assert found.status is Status.FAILING
+    assert found.reason == "/srv is mounted read-only"
+    assert found.fix is not None
+    assert found.fix.shell.startswith("mount -o remount,rw /srv")
+    owned = examined(replace(GOOD, problem="not writable"))["data_dir"]
+    assert owned.fix is not None
+    assert "chown" in owned.fix.shell
+    assert not owned.reason
+
+
 def test_a_place_that_cannot_be_used_is_said_once() -> None:
     findings = examined(replace(GOOD, problem="not writable"))
     assert [(one.check, one.status) for one in findings.values()] == [("data_dir", Status.FAILING)]

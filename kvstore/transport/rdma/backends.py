@@ -23,7 +23,7 @@ _HOMES: Final = {
     Backend.IBVERBS: ("kvstore.transport.rdma.ibverbs_backend", "IbverbsVerbs"),
     Backend.PYVERBS: ("kvstore.transport.rdma.pyverbs_backend", "PyverbsVerbs"),
 }
-_FIX: Final = "install the extra kvstore[rdma] or Debian's python3-pyverbs"
+_FIX: Final = "install the package ibverbs (the extra rdma of kvstore) or Debian's python3-pyverbs"
 
 
 class _Maker(Protocol):
