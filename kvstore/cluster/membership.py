@@ -32,6 +32,7 @@ from kvstore.cluster.catalog import (
     target_of,
     view_of,
 )
+from kvstore.cluster.changes import has_died, words_of_changes
 from kvstore.cluster.charter import CLUSTER_ID_NAME, PEER_TOKEN_NAME, cluster_id_of, new_peer_token, peer_token_of
 from kvstore.cluster.registration import NodeNote, Registration, RelayRegistration, encode_registration
 from kvstore.cluster.settling import Attendance, Overdue, Periods, settle
@@ -217,7 +218,9 @@ class Membership:
             except KVStoreError as error:
                 if not isinstance(error, StaleView | LeaseExpired):
                     self._failure = str(error)
-                log.log(logging.DEBUG if pause_ns > STORE_RETRY_NS_MIN else logging.WARNING, "cluster store: %s", error)
+                # of several nodes that write one entry at one moment all but one come too late, and load it again
+                is_usual = isinstance(error, StaleView) or pause_ns > STORE_RETRY_NS_MIN
+                log.log(logging.DEBUG if is_usual else logging.WARNING, "cluster store: %s", error)
             await asyncio.sleep(pause_ns * random.uniform(0.5, 1) / SECOND_NS)
             pause_ns = min(2 * pause_ns, STORE_RETRY_NS_MAX)
 
@@ -490,8 +493,12 @@ class Membership:
 
     def _show(self, view: View) -> None:
         if view != self._view:
-            self._view = view
+            before, self._view = self._view, view
             self._on_change()
+            words = words_of_changes(before, view) if before is not None else ""
+            if words and before is not None:
+                level = logging.WARNING if has_died(before, view) else logging.INFO
+                log.log(level, "epoch %d of cluster %s: %s", view.epoch, view.cluster, words)
 
     def _tell(self) -> None:
         fenced = self.fenced

@@ -19,7 +19,7 @@ from kvstore.device.scattered import ScatteredRead
 from kvstore.device.transfer import ALIGNMENT_BYTES, PartOp, Step, bounce, check_op, describe, rest_of, settle, unbounce
 from kvstore.device.uring_probe import UringAbilities
 from kvstore.errors import Closed
-from kvstore.limits import DEVICE_RETRIES_MAX, REGISTERED_PIECE_BYTES
+from kvstore.limits import DEVICE_RETRIES_MAX, REGISTERED_PIECE_BYTES, MiB
 from kvstore.telemetry.metrics import DeviceMetrics
 
 Reaped = tuple[list[IoOp], list[tuple[IoOp, int]], list[tuple[ScatteredRead, list[tuple[int, int]] | None]]]
@@ -108,7 +108,7 @@ class UringDevice:
                 f"limit is {soft} bytes, ulimit -l), so each operation pins its own"
             )
         else:
-            self._memory_note = f"{len(memory)} bytes of memory registered"
+            self._memory_note = f"{len(memory) // MiB} MiB of memory registered"
 
     def fileno(self) -> int:
         return self._event_fd

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +22,8 @@ from kvstore.limits import (
     SPACE_RETRY_NS_MIN,
     MiB,
 )
+
+log = logging.getLogger(__name__)
 
 # bound once: reading a member of an enum costs as much as ten other attribute reads, and each turn asks
 _FREE: Final = int(SegmentState.FREE)
@@ -209,9 +212,23 @@ class Allocator:
         """The file system is full: use what is allocated, less one segment that stays free for others."""
         self.space_errors += 1
         allocated = self.allocated_segments()
+        was_whole = self.segments_max >= self.table.count
         reserve = 1 if allocated > SEGMENTS_ON_DRIVE_MIN else 0
         self.segments_max = min(allocated - reserve, self.segments_max)
         self._retry_ns = 0
+        if was_whole and self.is_short_of_space:
+            log.warning(
+                "the file system is full: %d of %d segments of %d MiB may be used now, and more is evicted; free space "
+                "on it, or lower the capacity",
+                self.segments_max,
+                self.table.count,
+                self.table.segment_bytes // MiB,
+            )
+
+    @property
+    def is_short_of_space(self) -> bool:
+        """Whether the file system is full, so that less than the capacity can be used."""
+        return self.segments_max < self.table.count
 
     @property
     def over(self) -> int:

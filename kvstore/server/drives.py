@@ -46,6 +46,9 @@ class Drive:
             detail = f"{engine.health_reason or engine.store.log.failed}; {fix}"
         elif health is DriveHealth.SUSPECT:
             state, detail = "suspect", f"{engine.health_reason}; it may be dying"
+        elif engine.store.allocator.is_short_of_space:
+            capacity_bytes = engine.store.superblock.capacity_bytes
+            detail = f"its file system is full: free space on it, or lower its capacity of {capacity_bytes // MiB} MiB"
         return {
             "path": self.path,
             "id": self.id,

@@ -42,7 +42,7 @@ def test_auto_takes_io_uring_where_it_works(path: Path) -> None:
     assert device.mode.name == "uring"
     assert "io_uring works on this file" in device.mode.reason
     device.register(aligned(MIB))
-    assert "1048576 bytes of memory registered" in device.mode.reason
+    assert "1 MiB of memory registered" in device.mode.reason
     device.close()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.server.grpc_edge.client import ControlClient
 from kvstore.testing.loop_lab import LoopLab
 from kvstore.types.results import Stored
 from kvstore_client import KVClient
@@ -66,6 +67,10 @@ def test_a_full_file_system_evicts_serves_and_recovers(full_node: HurtNode, fold
         assert len(hits) >= 32
         assert full_node.number("kvstore_allocated_bytes") <= 16 * MIB
         squeezed = full_node.number("kvstore_live_bytes")
+        assert "the file system is full: " in full_node.printed(), "its log says why it evicts early"
+        with ControlClient(full_node.address) as control:
+            (drive,) = control.report().drives
+        assert "its file system is full: free space on it, or lower its capacity of 64 MiB" in drive.detail
 
         foreign.unlink()
         end, at = time.monotonic() + RESUME_S, 320
