@@ -190,7 +190,7 @@ class Connection:
                 raise
             raise Unavailable(
                 f"node at {self._address} did not answer within {self.connect_ns_max / SECOND_NS:g} s; "
-                "is it overloaded, or cut off?"
+                "is it overloaded, cut off, or no port of a node for gRPC or data?"
             ) from None
         self.deadline_ns, self._later_deadline_ns = call_deadline_ns, later_ns
 

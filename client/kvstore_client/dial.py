@@ -56,4 +56,5 @@ def dial(address: str, hold: Callable[[socket.socket], None]) -> Steps:
         held.setblocking(True)
         tune(held)
     except OSError as error:
-        raise Unavailable(f"node at {address} cannot be reached: {error.strerror or error}") from None
+        hint = "; does `kvstore serve` run there?" if error.errno == errno.ECONNREFUSED else ""
+        raise Unavailable(f"node at {address} cannot be reached: {error.strerror or error}{hint}") from None

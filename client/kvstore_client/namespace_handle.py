@@ -50,10 +50,14 @@ class NamespaceKeys:
             copies: Of each of its records; None is what the cluster says.
 
         Raises:
-            InvalidRequest: `copies` is not 1 to COPIES_MAX.
+            InvalidRequest: `copies` is not 1 to COPIES_MAX, or the namespace is something else.
         """
         if copies is not None and not (isinstance(copies, int) and 1 <= copies <= COPIES_MAX):
             raise InvalidRequest(f"copies is {copies!r:.80}; use 1 to {COPIES_MAX}, or None for what the cluster says")
+        if not isinstance(namespace, Namespace):
+            raise InvalidRequest(
+                f"namespace is a {type(namespace).__name__}; pass a Namespace(tenant=..., model=..., ...)"
+            )
         self.namespace = namespace
         self._copies = copies
         self._manifest = Manifest(manifest=namespace.manifest(), copies=copies or 0)

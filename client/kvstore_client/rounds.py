@@ -282,9 +282,10 @@ def refresh_view(core: ClientCore, deadline_ns: int) -> Verb[KVStoreError | None
     """Asks one source after the other until one knows the newest view that was heard of.
 
     Returns:
-        The last failure when none answered. None also when only older views were given than the known one.
+        What each source failed with when none answered, of the kind of the last. None also when only older views were
+        given than the known one.
     """
-    failure: KVStoreError | None = None
+    failures: list[KVStoreError] = []
     has_answer = False
     now_ns = time.monotonic_ns()
     named_epoch = core.asks_for_view(now_ns)
@@ -294,18 +295,24 @@ def refresh_view(core: ClientCore, deadline_ns: int) -> Verb[KVStoreError | None
     for source in core.view_sources(now_ns):
         now_ns = time.monotonic_ns()
         left_ns = deadline_ns - now_ns
-        if left_ns <= 0 and failure is not None:
+        if left_ns <= 0 and failures:
             break
         job = ViewJob(core, source, now_ns + max(left_ns // 2, min(left_ns, VIEW_ASK_NS_MIN)))
         yield [job]
         if job.view is None:
-            failure = job.failure
+            failures += [job.failure] if job.failure is not None else []
         elif core.adopt(job.view, source=source, now_ns=time.monotonic_ns(), named_epoch=named_epoch):
             return None
         else:
             has_answer = True
     core.has_asked_all(named_epoch)
-    return None if has_answer else failure
+    return None if has_answer else _joined(failures)
+
+
+def _joined(failures: Sequence[KVStoreError]) -> KVStoreError | None:
+    """One failure that says what all said; None of none."""
+    texts = list(dict.fromkeys(map(str, failures)))
+    return failures[-1] if len(texts) < 2 else type(failures[-1])("; ".join(texts)) if failures else None
 
 
 def first_view(core: ClientCore, deadline_ns: int) -> Verb[KVStoreError | None]:

@@ -32,7 +32,7 @@ def erase(path: Path, *, ask: Ask) -> dict[str, object]:
     """Makes the drive empty; the next node that is started with it formats it.
 
     Raises:
-        InvalidRequest: It is no data folder, file or block device, or it was not confirmed.
+        InvalidRequest: It is no data folder, file or block device, may not be read, or it was not confirmed.
         Unavailable: A node has the drive open, or it fails.
     """
     content = _content(path)
@@ -46,6 +46,8 @@ def _content(path: Path) -> DriveContent:
         raise InvalidRequest(f"{path} does not exist; name a data_dir of a node, or its device")
     try:
         return look_at(data_file(path))
+    except PermissionError as error:
+        raise InvalidRequest(f"{path} cannot be read ({error.strerror}); run this as the node's user or root") from None
     except OSError as error:
         raise Unavailable(f"{path} cannot be read ({error.strerror}); check the drive") from None
 

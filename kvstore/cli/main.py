@@ -8,6 +8,7 @@ again may help.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstore.errors import InvalidRequest, KVStoreError, Retryable
+from kvstore.errors import FormatUnsupported, InvalidRequest, KVStoreError, Retryable
 from kvstore.limits import DIGEST_BYTES, SECOND_NS, STATUS_NODE_NS
 
 if TYPE_CHECKING:
@@ -56,7 +57,10 @@ _NODE_DEFAULT: Final = "127.0.0.1:7400"
 def main() -> None:
     """Run the command line; errors of ours become one clear message and an exit status."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # else a reader that is gone is noticed at the interpreter's end, outside of here
     except KVStoreError as error:
         for line in str(error).splitlines():
             print(f"kvstore: {line}", file=sys.stderr)
@@ -248,7 +252,7 @@ def explain(
     _check_hex(namespace, "--namespace")
     question = Question(
         tenant=tenant,
-        manifest=_file(manifest, "--manifest") if manifest else b"",
+        manifest=_manifest(manifest) if manifest else b"",
         model=model,
         weights=weights,
         adapter=adapter,
@@ -410,7 +414,8 @@ def reload_tenants(
     """Let a node read its tenants file again, as SIGHUP does; connections of revoked tokens are closed."""
     with _client(node, timeout, token_file) as client:
         count = client.reload_tenants()
-    _tell(as_json, {"tenants": count}, f"{count} tenants are known now")
+    words = f"{count} tenants are known now" if count else "this node is open: it was started without --tenants"
+    _tell(as_json, {"tenants": count}, words)
 
 
 @tenants_app.command("new-token")
@@ -573,13 +578,27 @@ def _file(path: str, option: str) -> bytes:
     return content
 
 
-def _tokens(text: str) -> tuple[int, ...]:
-    if text.startswith("@"):
-        text = _file(text[1:], "--tokens").decode("utf-8", "replace")
+def _manifest(path: str) -> bytes:
+    from kvstore.types.namespace import Manifest
+
+    content = _file(path, "--manifest")
     try:
-        tokens = tuple(int(piece) for piece in text.replace(",", " ").split())
-    except ValueError as error:
-        raise InvalidRequest(f"--tokens must be numbers, comma-separated, or @FILE: {error}") from None
+        Manifest.decode(content)
+    except (InvalidRequest, FormatUnsupported) as error:
+        raise InvalidRequest(f"--manifest {path} holds no Namespace.manifest(): {error}") from None
+    return content
+
+
+def _tokens(text: str) -> tuple[int, ...]:
+    source = "--tokens"
+    if text.startswith("@"):
+        source = f"--tokens {text}"
+        text = _file(text[1:], "--tokens").decode("utf-8", "replace")
+    pieces = text.replace(",", " ").split()
+    odd = next((piece for piece in pieces if not re.fullmatch(r"-?[0-9]{1,20}", piece)), None)
+    if odd is not None:
+        raise InvalidRequest(f"{source} has {odd[:80]!r}; give token ids, comma-separated, or @FILE with ids in it")
+    tokens = tuple(map(int, pieces))
     wrong = next((token for token in tokens if not 0 <= token < 2**32), None)
     if wrong is not None:
         raise InvalidRequest(f"--tokens has {wrong}; token ids are from 0 to {2**32 - 1}")

@@ -42,9 +42,8 @@ class Screen:
                 self._console.print(f"[red]failed[/red]  {escape(title)}")
                 raise
         took_s = time.monotonic() - started_s
-        self._console.print(
-            f"[green]{took_s:6.1f} s[/green]  {escape(title)}: [dim]{escape(last)}[/dim]", soft_wrap=True
-        )
+        told = f": [dim]{escape(last)}[/dim]" if last else ""
+        self._console.print(f"[green]{took_s:6.1f} s[/green]  {escape(title)}{told}", soft_wrap=True)
 
     @property
     def _width(self) -> int | None:

@@ -234,7 +234,12 @@ def _open(name: str, *, create: bool) -> int:
     try:
         fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
     except OSError as error:
-        hint = "create the store first" if error.errno == errno.ENOENT else "check the path and its owner"
+        hints = {
+            errno.ENOENT: "create the store first",
+            errno.EROFS: "mount it for writing",
+            errno.EACCES: "run this as the node's user or root, or change the owner",
+        }
+        hint = hints.get(error.errno or 0, "check the path and its owner")
         raise InvalidRequest(f"{name} cannot be opened for reading and writing ({error.strerror}); {hint}") from error
     mode = os.fstat(fd).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):

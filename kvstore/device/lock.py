@@ -37,8 +37,7 @@ def lock_data_file(fd: int, path: str, *, wait_ns: int) -> None:
     holder = f"process {pid} ({_process_name(pid)})" if pid else "another process"
     waited = f"{wait_ns / SECOND_NS:g} s" if wait_ns >= SECOND_NS else f"{wait_ns // MS_NS} ms"
     raise Unavailable(
-        f"{path} is in use by {holder}, still locked after {waited}; stop that process, "
-        "or give this node another data directory"
+        f"{path} is in use by {holder}, still locked after {waited}; stop that process, or name another data directory"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from kvstore.errors import InvalidRequest, Unavailable
@@ -36,10 +37,14 @@ def listen(host: str, port: int, *, purpose: str) -> socket.socket:
     except OSError as error:
         listener.close()
         flag = f"--{purpose.replace('_', '-')}"
-        raise Unavailable(
-            f"{purpose} {port} on {host} cannot be listened on: {error.strerror}; "
-            f"pass another {flag}, or 0 for any free one"
-        ) from None
+        fix = f"pass another {flag}, or 0 for any free one"
+        if error.errno == errno.EADDRNOTAVAIL:
+            fix = "no network device of this machine has that address; name one in --host (`ip address` lists them)"
+        elif error.errno == errno.EADDRINUSE:
+            fix += "; `kvstore doctor` with the same settings says whose it is"
+        elif error.errno in (errno.EACCES, errno.EPERM):
+            fix += "; those below net.ipv4.ip_unprivileged_port_start need CAP_NET_BIND_SERVICE"
+        raise Unavailable(f"{purpose} {port} on {host} cannot be listened on: {error.strerror}; {fix}") from None
     listener.setblocking(False)
     return listener
 

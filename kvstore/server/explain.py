@@ -225,8 +225,10 @@ def _summary_of_unknown(question: Question, answers: Sequence[NamespaceAnswer], 
             others = "; the hits below are of other namespaces, which a lookup under yours does not see"
         return f"never written under this namespace; the most alike stored one differs in: {names}{others}"
     speaking = next((answer for answer in answers if any(key.status != _NO_KEY for key in answer.keys)), nearest)
-    return _summary_of_keys(speaking.keys) if speaking.keys else f"{_fitting(answers)} namespaces fit the given fields"
-
-
-def _fitting(answers: Sequence[NamespaceAnswer]) -> int:
-    return sum(not answer.differences for answer in answers)
+    if speaking.keys:
+        return _summary_of_keys(speaking.keys)
+    if question.tokens:
+        return _words_of_few_tokens(question, nearest.namespace)
+    count = sum(not answer.differences for answer in answers)
+    fitting = "1 namespace fits" if count == 1 else f"{count} namespaces fit"
+    return f"{fitting} the given fields; pass tokens or keys to learn what became of them"

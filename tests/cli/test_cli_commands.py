@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +13,9 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore.cli.main import EXIT_INVALID, EXIT_UNAVAILABLE
+from kvstore.cli.drive import erase
+from kvstore.cli.main import EXIT_FAILED, EXIT_INVALID, EXIT_UNAVAILABLE
+from kvstore.errors import InvalidRequest
 from kvstore.testing.serve_process import Ready, ServeProcess
 from kvstore.types.layout import KVLayout, Part
 from kvstore.types.namespace import Namespace
@@ -148,7 +152,9 @@ def test_a_file_that_is_too_large_is_refused_not_cut(tmp_path: Path) -> None:
         (("status", "--node", "foo"), "give host:port"),
         (("status", "--node", "http://foo:1"), "give host:port"),
         (("explain", "--layout", "abcd"), "--layout"),
-        (("explain", "--tokens", "1,x"), "--tokens"),
+        (("explain", "--tokens", "1,x"), "--tokens has 'x'; give token ids"),
+        (("explain", "--tokens", "@/etc/hostname"), "--tokens @/etc/hostname has '"),
+        (("explain", "--manifest", "/etc/hostname"), "--manifest /etc/hostname holds no Namespace.manifest()"),
         (("explain", "--tokens", "1,-5"), "-5"),
         (("explain", "--tokens", "@/nowhere"), "/nowhere cannot be read"),
         (("explain", "--manifest", "/nowhere"), "/nowhere cannot be read"),
@@ -181,6 +187,33 @@ def test_a_namespace_may_be_named_by_its_beginning(ready: Ready) -> None:
     done = run_cli("explain", "--namespace", "00" * 8, "--node", ready.grpc)
     assert done.returncode == EXIT_INVALID
     assert "no namespace of tenant 'default' begin" in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_trouble(ready: Ready) -> None:
+    """`kvstore status --json | head -1`: also where all of the output waits for the end of the program."""
+    command = [sys.executable, "-m", "kvstore", "status", "--json", "--node", ready.grpc]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == EXIT_FAILED
+
+
+def test_a_reload_of_an_open_node_says_that_there_is_no_file(ready: Ready) -> None:
+    assert "this node is open" in answer(ready, "tenants", "reload")
+    assert json.loads(answer(ready, "tenants", "reload", "--json")) == {"tenants": 0}
+
+
+def test_a_drive_that_may_not_be_read_is_no_trouble_of_the_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_file: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("kvstore.cli.drive.look_at", refuse)
+    with pytest.raises(InvalidRequest, match="run this as the node's user or root"):
+        erase(tmp_path, ask=lambda _question: True)
 
 
 def test_each_of_several_faults_is_a_line_of_ours(tmp_path: Path) -> None:

@@ -59,6 +59,13 @@ def test_an_unknown_name_says_so() -> None:
         KVClient.connect("nowhere.invalid:7400", deadline=20)
 
 
+def test_each_of_several_addresses_says_what_is_wrong_with_it() -> None:
+    with pytest.raises(Unavailable) as caught:
+        KVClient.connect(["127.0.0.1:1", "nowhere.invalid:7400"], deadline=20)
+    assert "127.0.0.1:1 cannot be reached: Connection refused; does `kvstore serve` run there?" in str(caught.value)
+    assert "nowhere.invalid:7400" in str(caught.value)
+
+
 def test_a_name_server_that_is_silent_costs_the_deadline_only(silent_names) -> None:
     began = time.monotonic()
     with pytest.raises(KVStoreError):

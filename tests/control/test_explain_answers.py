@@ -91,6 +91,17 @@ def test_fields_alone_find_the_namespace_that_fits_and_its_chunks() -> None:
     assert answer.summary == "1 of 3 chunks are stored; the first miss is chunk 1: it was evicted"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "summary"),
+    [
+        ((1, 2, 3), "3 tokens make no chunk: a chunk of this namespace has 4 tokens, and only full ones are stored"),
+        ((), "1 namespace fits the given fields; pass tokens or keys to learn what became of them"),
+    ],
+)
+def test_fields_alone_say_what_is_missing_to_the_question(tokens: tuple[int, ...], summary: str) -> None:
+    assert ask(Question(tenant="acme", model="org/m", tokens=tokens), report(MINE)).summary == summary
+
+
 def test_a_known_namespace_tells_of_its_keys_only() -> None:
     keys = MINE.keys(TOKENS)
     records = Records()

@@ -47,6 +47,13 @@ def test_a_node_that_is_not_there_is_named() -> None:
     assert "running" in str(error)
 
 
+def test_a_web_server_in_place_of_a_node_is_named() -> None:
+    details = "Received http2 header with status: 404"
+    error = error_of(_Failed(grpc.StatusCode.UNIMPLEMENTED, details), "10.0.0.1:7402")
+    assert isinstance(error, errors.Unavailable)
+    assert "10.0.0.1:7402, but a web server or a proxy" in str(error)
+
+
 def test_a_message_that_grpc_itself_refuses_is_our_callers_to_fix() -> None:
     details = "SERVER: Received message larger than max (70000000 vs. 67108864)"
     error = error_of(_Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, details), "h:1")

@@ -59,6 +59,10 @@ def error_of(error: grpc.RpcError, address: str) -> errors.KVStoreError:
         return errors.Unavailable(f"no kvstore node answers at {address}; is it running, and is this its gRPC address?")
     if status is grpc.StatusCode.UNAVAILABLE and details.startswith("DNS resolution failed"):
         return errors.Unavailable(f"the host of {address} is not known; is the name right?")
+    if details.startswith("Received http2 header with status"):  # of an HTTP server, or of a proxy on the way
+        return errors.Unavailable(
+            f"no kvstore node answers at {address}, but a web server or a proxy ({details}); is this its gRPC address?"
+        )
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(f"node {address} did not answer in time: {details}")
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
