@@ -97,7 +97,7 @@ class Log:
         return not self._busy and not self._pending
 
     def append(self, record: bytes, on_done: Done, *, sync: bool = False) -> None:
-        """Queue a record; it is written by the next `pump`, or right behind the batch that is being written.
+        """Queue a record; it is written by the next `pump` that finds no batch being written.
 
         `on_done` gets None when the record survives the end of the process, with `sync` also a power cut; else the
         error that kept it from the drive.
@@ -118,15 +118,16 @@ class Log:
             self._checkpoint_wanted = True
 
     def pump(self) -> None:
-        """Write what has been appended, unless a batch is being written already."""
+        """Write what has been appended, unless a batch is being written already.
+
+        Once in each turn, when all that has completed is told: what a drive tells together then shares a batch.
+        """
         if not self._busy and (self._pending or self._checkpoint_wanted) and self.failed is None:
             self._busy = True
             start(self._write(), self._idle)
 
     def _idle(self) -> None:
         self._busy = False
-        if self._pending:
-            self.pump()
 
     # --- a batch ----------------------------------------------------------------------------------------------------
     def _write(self) -> Steps[None]:

@@ -127,10 +127,11 @@ class SegmentScores:
         with np.errstate(invalid="ignore"):
             return np.divide(self._access_sum, self.live_pages)
 
-    def mean_depth(self) -> npt.NDArray[np.float64]:
-        """Mean depth of the live bytes of each segment; NaN without any."""
-        with np.errstate(invalid="ignore"):
-            return np.divide(self._depth_sum, self.live_pages)
+    def means(self, segment: int) -> tuple[int, float, float]:
+        """Live pages of a segment, and the mean tick and depth of its live bytes, 0 without any."""
+        live_pages, _, access_sum, depth_sum = self._scalars
+        pages = live_pages[segment]
+        return (pages, access_sum[segment] / pages, depth_sum[segment] / pages) if pages else (0, 0.0, 0.0)
 
     def _account(self, location: int, tick: int, sign: int) -> None:
         segment, pages = location_segment(location), location_pages(location) * sign
@@ -154,17 +155,21 @@ def choose_victim(scores: SegmentScores, candidates: I64) -> int | None:
     Warmth is linear in the tick and dead space has none, so a warm segment that is mostly dead may go before a cold
     one that is full. Of equals the deeper goes first, then the earlier in `candidates`.
 
+    Scalars, not columns: a put's bytes have gone through the CPU's caches since the last eviction, and a dozen calls of
+    numpy on cold caches take longer than a loop over the segments of any but huge drives, which evict rarely.
+
     Args:
         candidates: sealed segments that nothing forbids to evict, oldest first.
     """
-    if not len(candidates):
-        return None
-    live = scores.live_pages[candidates]
-    access = scores.mean_access()[candidates]
-    depth = np.nan_to_num(scores.mean_depth()[candidates])
-    coldest = np.nanmin(access) if live.any() else 0.0
-    value = live * (np.nan_to_num(access, nan=coldest) - coldest + 1)
-    return int(candidates[np.lexsort((-depth, value))[0]])
+    means = [scores.means(segment) for segment in candidates.tolist()]
+    coldest = min((access for pages, access, _ in means if pages), default=0.0)
+    best: int | None = None
+    least, deepest = 0.0, 0.0
+    for at, (pages, access, depth) in enumerate(means):
+        value = pages * (access - coldest + 1)
+        if best is None or value < least or (value == least and depth > deepest):
+            best, least, deepest = at, value, depth
+    return None if best is None else int(candidates[best])
 
 
 def records_to_keep(locations: U64, ticks: U32, pinned: Bools, *, eviction_tick: float, budget_bytes: int) -> I64:
@@ -196,11 +201,9 @@ def eviction_tick(scores: SegmentScores, victim: int, candidates: I64) -> float:
     That is the mean of what goes now or of what goes next, whichever is younger: keeping less than that would only
     postpone its eviction by one segment.
     """
-    mean = scores.mean_access()
-    others = candidates[candidates != victim]
-    following = choose_victim(scores, others)
-    ticks = [mean[victim]] + ([mean[following]] if following is not None else [])
-    return float(np.nanmax(ticks)) if not np.isnan(ticks).all() else 0.0
+    following = choose_victim(scores, candidates[candidates != victim])
+    means = [scores.means(segment) for segment in (victim, following) if segment is not None]
+    return max((access for pages, access, _ in means if pages), default=0.0)
 
 
 class WriteBudget:

@@ -54,6 +54,7 @@ from kvstore.limits import (
     WRITE_AMPLIFICATION_DEFAULT,
 )
 from kvstore.telemetry.metrics import EngineMetrics
+from kvstore.types.flow import FlowClass
 from kvstore.types.results import Refused, RefusedReason
 
 _log = logging.getLogger(__name__)
@@ -217,6 +218,7 @@ class Store:
             queue=queue, table=self.table, ledger=self.ledger, allocator=self.allocator, heads=self.heads
         )
         self._ahead_pages = min(int(self.table.segment_pages * EVICT_AHEAD_SHARE), EVICT_AHEAD_BYTES // PAGE_BYTES)
+        self._rests = self._rested = False  # no put is in progress; nor was one when the last turn began
         self._next_sweep_ns = 0
         self._revive_ns = self._erase_ns = 0
         self._erased_last = -1
@@ -315,8 +317,13 @@ class Store:
     # --- running -----------------------------------------------------------------------------------------------------
     def poll(self, now_ns: int) -> None:
         """Move everything that can move: completions, placing, the log, eviction."""
+        self._rested = self._rests
+        later: list[IoOp] = []
         for op in self._queue.pump(now_ns):
-            op.owner(op)
+            if op.flow is FlowClass.BACKGROUND:
+                later.append(op)
+            else:
+                op.owner(op)
         self.writer.expire_waiting(now_ns)
         if now_ns >= self._next_sweep_ns:
             self._next_sweep_ns = now_ns + OWNER_SWEEP_NS
@@ -329,10 +336,20 @@ class Store:
         self.allocator.spare_pages = self._spare_pages()
         if not self.reclaimer.running:  # it manages that room while it runs
             self.allocator.keep_spare_room()
-        self.appender.pump()
+        self._write_on(now_ns)
+        if later:  # the drive has its next writes before an eviction goes on, which takes a millisecond
+            for op in later:
+                op.owner(op)
+            self._write_on(now_ns)
         self.writer.grant_waiting()
+        self._rests = not self.writer.pending
         self._make_room()
         self.scrubber.poll(now_ns)
+        self._write_on(now_ns)
+
+    def _write_on(self, now_ns: int) -> None:
+        """Give the drive what is complete."""
+        self.appender.pump()
         self.log.pump()
         self._queue.start(now_ns)
 
@@ -342,6 +359,8 @@ class Store:
         sweeps = sweeps or self.table.in_state_count[SegmentState.BAD] > 0
         times = [self._next_sweep_ns] if sweeps else []
         others = (self.writer.next_timer_ns(), self.scrubber.next_timer_ns())
+        if self._rests and not self._rested and self._may_be_ahead() and not self.allocator.free_count():
+            times.append(0)  # in the next turn, when the last put has its answer: see `_room_is_short`
         return min([*times, *(at for at in others if at is not None)], default=None)
 
     def _revive_log(self, now_ns: int) -> None:
@@ -408,14 +427,22 @@ class Store:
             start(self.trimmer.trim(*crowd))
 
     def _room_is_short(self) -> bool:
-        """No free segment, and the open one will be full but for the spare room before another is freed."""
+        """No free segment, and the open one will be full but for the spare room before another is freed.
+
+        While nobody puts, one is freed in any case: between two batches nobody waits for it.
+        """
         if self.allocator.free_count():
             return False
         if any(target.outstanding == 0 for target in self.allocator.closing):
             return False  # it is being sealed, and may be colder than all that are
-        ahead_pages = self._ahead_pages if self.allocator.segments_max >= EVICT_AHEAD_SEGMENTS_MIN else 0
+        if self._rests and self._rested and self._may_be_ahead() and not self.reclaimer.avoid:
+            return True
+        ahead_pages = self._ahead_pages if self._may_be_ahead() else 0
         left_pages = self.allocator.open_room_pages()
         return self.appender.needs_room or left_pages <= max(self._spare_pages(), ahead_pages)
+
+    def _may_be_ahead(self) -> bool:
+        return self.allocator.segments_max >= EVICT_AHEAD_SEGMENTS_MIN
 
     def _spare_pages(self) -> int:
         """Room that eviction finds in the open segment for what it keeps."""

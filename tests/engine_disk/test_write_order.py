@@ -14,6 +14,7 @@ from kvstore.engine.location import location_segment
 from kvstore.engine.namespaces import index_keys
 from kvstore.engine.segment import SegmentState
 from kvstore.limits import PAGE_BYTES, SPACE_RETRY_NS_MIN, KiB, MiB
+from kvstore.testing.device_suite import aligned
 from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice
 from kvstore.testing.store_rig import StoreRig
 from kvstore.types.flow import FlowClass
@@ -107,6 +108,46 @@ def test_a_half_is_overwritten_only_when_the_other_one_is_known_to_be_stable() -
     rig.settle()
     assert rig.store.log.checkpoints == 2
     assert crashed(rig, gate).get(ref, key_of(9)) == b"x"
+
+
+def test_what_a_drive_tells_together_shares_a_batch_of_the_log() -> None:
+    rig, gate, ref = rig_of(3)
+    gate.order.clear()
+    log_end = rig.superblock.segments_offset
+    gate.closed_for = lambda op: op.kind is IoKind.WRITE and op.offset < log_end
+    results = [rig.begin_put(ref, key_of(7), b"a")]
+    turns(rig)
+    results.append(rig.begin_put(ref, key_of(8), b"b"))
+    turns(rig)
+    gate.closed_for = lambda op: op.kind is IoKind.WRITE
+    results.append(rig.begin_put(ref, key_of(9), b"c"))
+    turns(rig)
+    assert len(gate.behind) == 2, "the commit record of the first and the bytes of the last"
+    gate.open()
+    rig.settle()
+    assert all(isinstance(one.outcome, Stored) for one in results)
+    assert sum(kind is IoKind.WRITE and offset < log_end for kind, offset, _ in gate.order) == 2
+    assert crashed(rig, gate).get(ref, key_of(9)) == b"c"
+
+
+def test_the_drive_has_its_next_writes_before_the_background_goes_on() -> None:
+    rig, gate, ref = rig_of(3)
+    events: list[str] = []
+    read = IoOp(IoKind.READ, 0, [aligned(PAGE_BYTES)], owner=lambda op: events.append("background"))
+    rig.queue.submit(read)
+    rig.queue.start()
+    result = rig.begin_put(ref, key_of(9), payload_of(9))
+    submit = gate.submit
+
+    def submitted(ops: Sequence[IoOp]) -> None:
+        events.extend("write" for op in ops if op.kind is IoKind.WRITE)
+        submit(ops)
+
+    gate.submit = submitted  # type: ignore[method-assign]
+    rig.poll()
+    assert events == ["write", "background"]
+    rig.settle()
+    assert isinstance(result.outcome, Stored)
 
 
 def test_an_interrupted_checkpoint_leaves_the_old_half_in_charge_and_its_generation_unused() -> None:

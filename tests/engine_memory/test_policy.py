@@ -157,8 +157,12 @@ def test_scores_kept_step_by_step_are_those_of_the_records(
             assert scores.live_pages[segment] == pages
             assert scores.live_records[segment] == len(mine)
             if pages:
-                assert scores.mean_access()[segment] == pytest.approx(sum(one[2] * t for one, t in mine) / pages)
-                assert scores.mean_depth()[segment] == pytest.approx(sum(one[2] * one[3] for one, _ in mine) / pages)
+                access = sum(one[2] * t for one, t in mine) / pages
+                depth = sum(one[2] * one[3] for one, _ in mine) / pages
+                assert scores.mean_access()[segment] == pytest.approx(access)
+                assert scores.means(segment) == pytest.approx((pages, access, depth))
+            else:
+                assert scores.means(segment) == (0, 0, 0)
         assert scores.live_bytes == sum(one[2] for one, _ in alive) * PAGE_BYTES
 
 
