@@ -87,16 +87,17 @@ def delete(
     layout = namespace.layout
     chain = as_chain(keys, chunks_per_run=layout.chunks_per_run)
     chosen = choose_shards(layout, shards)
-    found = bytearray()
+    was_there = [False] * len(chain)
+    found: Sequence[int] = ()
     yield from ensure_view(core, deadline_ns)
     for _ in range(PLANS_PER_CALL_MAX):
         view = core.view
-        statuses = yield from _delete_by_view(core, namespace, chain, chosen, deadline_ns)
-        # deleted by the older view, and so absent by the newer one
-        found = bytearray(
-            HIT if before == HIT and now == MissReason.ABSENT else now
-            for before, now in zip(found or statuses, statuses, strict=True)
-        )
+        statuses, some = yield from _delete_by_view(core, namespace, chain, chosen, deadline_ns)
+        # deleted by the older view, if only somewhere, and so absent by the newer one
+        found = [
+            HIT if before and now == MissReason.ABSENT else now for before, now in zip(was_there, statuses, strict=True)
+        ]
+        was_there = [before or status == HIT for before, status in zip(was_there, some, strict=True)]
         yield from ensure_view(core, deadline_ns)
         if core.view is view or time.monotonic_ns() >= deadline_ns:
             break
@@ -105,13 +106,18 @@ def delete(
 
 def _delete_by_view(
     core: ClientCore, namespace: Namespace, chain: KeyChain, shards: Sequence[int], deadline_ns: int
-) -> Verb[bytes | bytearray]:
-    """Deletes keys wherever they may be by the view that is known; a status for each."""
+) -> Verb[tuple[bytes | bytearray, bytes | bytearray]]:
+    """Deletes keys wherever they may be by the view that is known.
+
+    Returns:
+        For each key how all of its places answered, and how the best one did: HIT there is deleted somewhere.
+    """
     layout = namespace.layout
     parts = (None, *(part.name for part in layout.sparse_parts))
     sections = sections_of(layout, shards=shards, parts=parts)
     if core.placement is None:
-        return bytes([miss_reason(None)]) * len(chain)
+        nowhere = bytes([miss_reason(None)]) * len(chain)
+        return nowhere, nowhere
     where = places_of(core.placement, chain, copies=COPIES_MAX, with_down=True)
     where = where.without(core.unanswered(where.down))
     plan = plan_records(chain, layout=layout, sections=sections, where=where)
@@ -138,9 +144,10 @@ def _delete_by_view(
         known if (known := job.statuses()) is not None else bytes([miss_reason(job.failure)]) * len(job.batch.records)
         for job in jobs
     ]
-    statuses = gather_statuses(plan, answers, from_all=True)
-    width = len(sections) // len(parts)
-    return key_statuses(plan, statuses, sections=range(width))
+    dense = range(len(sections) // len(parts))
+    everywhere = key_statuses(plan, gather_statuses(plan, answers, from_all=True), sections=dense)
+    somewhere = key_statuses(plan, gather_statuses(plan, answers), sections=dense)
+    return everywhere, somewhere
 
 
 def _has_no_say(core: ClientCore, job: Job) -> bool:
