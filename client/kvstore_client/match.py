@@ -41,6 +41,11 @@ class MatchView:
         self.load_seconds_estimate = answer.load_seconds_estimate
         self._pins: tuple[PinHold, ...] = answer.pins
 
+    def __repr__(self) -> str:
+        behind = "all matched" if self.reason is None else f"then {self.reason.name.lower()}"
+        held = "pinned" if self.pinned else "not pinned"
+        return f"<{type(self).__name__} of {self.tokens} tokens in {self.chunks} chunks, {behind}, {held}>"
+
     @property
     def pinned(self) -> bool:
         """Whether the found chunks are held against eviction, as far as this side can know.

@@ -42,6 +42,17 @@ def noise(length: int, seed: int = 1) -> bytes:
     return random.Random(seed).randbytes(length)
 
 
+def test_a_match_says_what_it_is(client, opaque) -> None:
+    ns = client.namespace(opaque)
+    keys = ns.keys(TOKENS[:64])
+    ns.put(keys[:2], [noise(100)] * 2)
+    with ns.match(keys) as found:
+        assert repr(found) == "<Match of 32 tokens in 2 chunks, then absent, pinned>"
+    assert repr(found).endswith("not pinned>")
+    with ns.match(keys[:2]) as whole:
+        assert ", all matched, " in repr(whole)
+
+
 def test_put_and_get_of_all_sizes(client, node, opaque) -> None:
     ns = client.namespace(opaque)
     sizes = [0, 1, 511, 512, 513, 4095, 4096, 4097, 65536, 65537, 300_000]
