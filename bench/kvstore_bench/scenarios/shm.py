@@ -123,6 +123,39 @@ def cached_get(bench: Bench, chunk_bytes: int, must: float | None, aim: float | 
     return [Row(name=name, unit="of memcpy", value=ratio, must=must, aim=aim, details=details)]
 
 
+def other_memory_get(bench: Bench, chunk_bytes: int) -> list[Row]:
+    """Batches of 32 from the node's RAM into memory that is not shared, turn by turn with a client that uses TCP."""
+    keys = scattered_keys(bench.namespace(chunk_bytes), bench.effort.ram_bytes // 2 // chunk_bytes)
+    fill(bench.namespace(chunk_bytes), keys, chunk_bytes)
+    memory = touched(BATCH * chunk_bytes)
+    buffers = [memory[at : at + chunk_bytes] for at in range(0, len(memory), chunk_bytes)]
+    batches = [keys[at : at + BATCH] for at in range(0, len(keys) - BATCH + 1, BATCH)]
+    with KVClient.connect(bench.node.address, flow="decode_read", transport="tcp") as other:
+        step, tcp_step = (
+            get_step(bench.namespace(chunk_bytes, client), batches, buffers, chunk_bytes)
+            for client in (bench.client, other)
+        )
+        for _ in batches:
+            step()
+            tcp_step()
+
+        def limit() -> Limit:
+            sample = bench.sample(tcp_step)
+            return Limit(bytes_per_s=sample.work_bytes / sample.seconds, pair_cpu_s_per_gb=sample.cpu_s_per_gb)
+
+        samples, limits = interleaved(bench.effort.pairs, lambda: bench.sample(step), limit)
+    ratio, details = details_of(samples, limits)
+    details["tcp_s_per_gb"] = statistics.median(one.pair_cpu_s_per_gb for one in limits)
+    return [
+        Row(
+            name=f"shm cached get {chunk_bytes // KiB} KiB x{BATCH}, other memory",
+            unit="of TCP",
+            value=ratio,
+            details=details,
+        )
+    ]
+
+
 def cold_get(bench: Bench, chunk_bytes: int, must: float, aim: float) -> list[Row]:
     """Batches of 32 scattered chunks from the drive, node cache off, against fio at depth 32 on the same file."""
     namespace = bench.namespace(chunk_bytes)
@@ -233,6 +266,7 @@ def run(*, quick: bool, folder: Path, only: str = "") -> Iterator[Row]:
         with _bench(effort, folder, capacity_bytes=2 * GiB, cache_bytes=GiB, flow="decode_read") as bench:
             yield from cached_get(bench, MiB, 0.45, 0.6)
             yield from cached_get(bench, 64 * KiB, None, None)
+            yield from other_memory_get(bench, MiB)
             yield from single_get(bench)
     if (not only or only in "cold") and fio.available():
         with _bench(effort, folder, capacity_bytes=3 * GiB, cache_bytes=0, flow="decode_read") as bench:
