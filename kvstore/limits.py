@@ -382,7 +382,7 @@ RDMA_TRANSFER_BYTES_MAX: Final = 1 * GiB  # of one work request; max_msg_sz of R
 
 # --- telemetry -------------------------------------------------------------------------------------------------
 SERIES_MAX: Final = 300
-TENANT_SERIES_MAX: Final = 8  # tenants with series of their own, three each
+TENANT_SERIES_MAX: Final = 6  # tenants with series of their own, three each
 
 assert SLICE_BYTES_MAX <= FRAME_PAYLOAD_BYTES_MAX
 assert CHECKSUM_BYTES_MAX <= SLICE_BYTES_MAX, "a checksum block must fit one slice"

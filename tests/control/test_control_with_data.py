@@ -194,9 +194,9 @@ def test_a_dropped_namespace_is_hidden_at_once_and_only_for_its_tenant(
     mine: Namespace, control: ControlClient, client: KVClient
 ) -> None:
     stored = put(client, mine, 1, 3)
-    assert not control.drop("other", mine.digest), "another tenant must not learn that it exists"
+    assert not control.drop("other", mine.digest).dropped, "another tenant must not learn that it exists"
     assert control.lookup(mine.digest, stored).prefix == 3
-    assert control.drop(mine.tenant, mine.digest)
+    assert control.drop(mine.tenant, mine.digest).dropped
     assert control.lookup(mine.digest, stored).prefix == 0
     answer = control.explain(Question(tenant=mine.tenant, namespace=mine.digest, keys=stored))
     assert "dropped before" in answer.summary
