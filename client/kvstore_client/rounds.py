@@ -255,7 +255,8 @@ def is_silence(job: Job, connection: Connection, now_ns: int) -> bool:
     """Whether a job that ran out of time, or failed, has heard nothing for as long as it was patient."""
     if connection.has_heard or connection.is_idle:
         return False
-    return isinstance(job.failure, DeadlineExceeded) or now_ns - job.started_ns >= BREAKER_SILENCE_NS
+    is_late = job.is_cut or isinstance(job.failure, DeadlineExceeded)
+    return is_late or now_ns - job.started_ns >= BREAKER_SILENCE_NS
 
 
 def broken_circuit(link: TargetLink, now_ns: int) -> Unavailable:

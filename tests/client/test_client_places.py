@@ -196,6 +196,25 @@ def test_an_answer_without_statuses_is_none(cluster) -> None:
         assert {at for at, one in enumerate(ns.delete(KEYS)) if one == unavailable} >= lost
 
 
+def test_a_place_that_is_silent_for_half_of_a_short_deadline_is_not_asked_again(cluster, monkeypatch) -> None:
+    """Nothing says that its node was restarted: what others have is asked of them, while there is time."""
+    cluster.show(copies=2)
+    monkeypatch.setattr("kvstore_client.planned_read.PLACE_SILENCE_NS", SECOND_NS // 4)
+    monkeypatch.setattr("kvstore_client.rounds.BREAKER_SILENCE_NS", 60 * SECOND_NS)
+    go_on = threading.Event()
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+        assert {type(one) for one in read(ns)} == {Hit}
+        cluster.nodes[1].script = lambda link, frame: bool(go_on.wait(60)) and False
+        cluster.clear_calls()
+        try:
+            assert {type(one) for one in read(ns)} == {Hit}
+            assert cluster.nodes[1].calls == [FrameType.GET], "it was asked once, and greeted by no new connection"
+        finally:
+            go_on.set()
+
+
 @pytest.mark.usefixtures("long_patience")
 @pytest.mark.parametrize("trouble", ["absent", "broken"])
 def test_what_one_place_did_not_bring_is_asked_of_the_next_beside_a_slow_one(cluster, trouble) -> None:
