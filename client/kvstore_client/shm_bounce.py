@@ -31,8 +31,10 @@ class Bounce:
         self._whole: memoryview | None = None
 
     def cut(self, lengths: Sequence[int]) -> list[memoryview]:
-        """Places for the first of so many records, as many as fit, each from the start of a page; none if there is no
-        memory. They belong to the call in progress on the connection."""
+        """Places for the first of so many records, none of them empty: as many as fit, each from the start of a page.
+
+        None if there is no memory. They belong to the call in progress on the connection.
+        """
         starts, end = [], 0
         for length in lengths:
             behind = end + -(-length // PAGE_BYTES) * PAGE_BYTES

@@ -137,15 +137,17 @@ class ConnectionRegions:
         places = Places()
         if sum(rooms) < BOUNCED_CALL_BYTES_MIN:
             return places, list(chosen)
-        views = self.bounce.cut(rooms[:PLACES_PER_CALL_MAX])
+        sized = [(at, room) for at, room in zip(chosen, rooms, strict=True) if room]  # an empty record needs no place
+        views = self.bounce.cut([room for _, room in sized[:PLACES_PER_CALL_MAX]])
         if views:
             one = self._memory.find(address_of(views[0]), len(views[0]))
             if one is not None and one[0].number not in self._known and one[0].number not in self._refused:
                 yield from self._drop_freed(connection)
                 yield from self._share(connection, one[0])
             places = self._bounced(views) or places
-        places.items += chosen[: len(places.found)]
-        return places, list(chosen[len(places.found) :])
+        places.items += [at for at, _ in sized[: len(places.found)]]
+        placed = set(places.items)
+        return places, [at for at in chosen if at not in placed]
 
     def bounced_places_of(self, count: int, length: int) -> Places | None:
         """Places for so many records, from which they are to be copied; None when the node does not know them yet, or

@@ -118,6 +118,17 @@ def test_other_lengths_misses_and_small_records_are_what_they_are_over_tcp(clien
     assert isinstance(short[1], Hit)
 
 
+def test_an_empty_record_among_them_needs_no_place(client: KVClient) -> None:
+    ns = namespace_of(client)
+    keys = ns.keys(list(range(16 * 4)))
+    values = [b"", os.urandom(SIZE), b"", os.urandom(SIZE)]
+    assert all(isinstance(one, Stored) for one in ns.put(keys, values))
+    into = [bytearray(len(one)) for one in values]
+    assert all(isinstance(one, Hit) for one in ns.get_into(keys, into))
+    assert into == values
+    assert client.stats()["copied_bytes"] == 2 * SIZE
+
+
 def test_status_tells_who_goes_by_shared_memory_and_what_has(served: Ready, client: KVClient) -> None:
     ns = namespace_of(client)
     stored(ns, count=2)
