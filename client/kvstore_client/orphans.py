@@ -14,16 +14,17 @@ from types import FrameType
 from typing import Final
 
 _OURS: Final = "kvstore_client."
-_HOLDERS: Final = frozenset({"kvstore_client.together", "kvstore_client.lane", "kvstore_client.straight"})
-"""Modules in whose functions a call may hold a connection while it waits for another one, or runs another call."""
+_HOLDERS: Final = frozenset({"kvstore_client.lane", "kvstore_client.straight"})
+"""Modules in whose functions a connection may be held while a signal handler makes another call. (A call that needs
+several connections holds none to the target that it waits for; see `Together.take_all`.)"""
 
 
 def are_in_no_call(threads: set[int]) -> set[int]:
     """Those of these threads that cannot hold a connection any more. For a thread in doubt it says that it can.
 
     Args:
-        threads: Identifiers, as of `threading.get_ident`. The calling thread's is one that waits for a connection in a
-            call of its own; it may hold others for that.
+        threads: Identifiers, as of `threading.get_ident`, of those that have taken connections to one target. If the
+            calling thread's is among them, it waits for another connection to that target in a call of its own.
     """
     frames = sys._current_frames()  # what other threads do is told by nothing else
     own = threading.get_ident()

@@ -62,8 +62,11 @@ class Together:
 
     def take_all(self) -> None:
         """Takes a connection for each job, in the order of target ids: so threads that need several can't wait for each
-        other in a circle."""
+        other in a circle. Of several jobs for one target, for the first: the others begin beside it when they can."""
         for job in sorted(self._wave.jobs, key=lambda job: job.target):
+            if self._taken and self._taken[-1].job.target == job.target:
+                self._later.append(job)
+                continue
             try:
                 held = self._holder.take(job, may_put_off=True)
             except PutOff:

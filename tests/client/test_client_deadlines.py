@@ -12,6 +12,7 @@ from kvstore.types.results import MissReason, RefusedReason
 from kvstore.wire.header import FrameType
 from kvstore_client import Hit, KVClient, Miss
 from kvstore_client.options import ClientOptions
+from kvstore_client.rounds import Verb, ViewJob
 from tests.client.stored_chunks import SIZE, TOKENS, break_after, check, memories, prefix
 
 
@@ -116,6 +117,21 @@ def test_a_call_that_finds_no_free_connection_ends_at_its_deadline(node, opaque)
         go_on.set()
         thread.join(30)
         assert isinstance(first[0], Hit)
+
+
+def test_jobs_of_one_round_for_one_target_do_not_wait_for_each_other(node) -> None:
+    with KVClient.connect(node.address, options=ClientOptions(connections_per_target=1)) as client:
+        session = client.session()
+        (target,) = session.core.target_ids()
+        until_ns = time.monotonic_ns() + 20 * SECOND_NS
+        jobs = [ViewJob(session.core, target, until_ns) for _ in range(3)]
+
+        def rounds() -> Verb[None]:
+            yield jobs[:1]  # the connection has served before
+            yield jobs[1:]
+
+        session.driver.run(rounds())
+        assert [job.failure for job in jobs] == [None] * 3
 
 
 @pytest.mark.parametrize("sent", [0, 40, SIZE // 2, SIZE + 200])

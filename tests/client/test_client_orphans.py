@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.limits import ORPHAN_NS_MIN
-from kvstore_client import Hit
+from kvstore.types.layout import KVLayout
+from kvstore.types.namespace import Namespace
+from kvstore_client import Hit, KVClient
 from kvstore_client.target import TargetLink
 
 
@@ -58,6 +60,21 @@ def test_another_thread_finds_them_too(client, stored) -> None:
     other.start()
     other.join(60)
     assert found == [True] * len(keys)
+
+
+def test_a_call_that_needs_several_targets_finds_them_too(cluster) -> None:
+    layout = KVLayout.opaque(chunk_bytes=2000, chunk_tokens=4, run_bytes=6000)
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(Namespace(tenant="default", model="m", weights="w", layout=layout))
+        keys = ns.keys(list(range(4 * 24)))
+        ns.put(keys, [b"x"] * 24)
+        assert all(one.records for one in cluster.nodes)
+        assert ns.contains(keys) == [True] * 24  # the connections that are lost have served
+        for _ in range(client.options.connections_per_target):
+            cut_off(lambda: ns.contains(keys))
+        core = client.session().core
+        assert not all(core.link(target).has_room() for target in core.target_ids())
+        assert ns.contains(keys) == [True] * 24
 
 
 def test_a_connection_in_use_is_left_to_its_call(client, node, stored) -> None:
