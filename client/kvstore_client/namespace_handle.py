@@ -246,9 +246,8 @@ class BoundNamespace(NamespaceKeys):
 
         return Match(session.core, answer, self.layout, give_back)
 
-    def _placed(self, buffers: Sequence[Item]) -> tuple[bool, bool]:
+    def _placed(self, core: ClientCore, buffers: Sequence[Item]) -> tuple[bool, bool]:
         """Whether the node itself puts records into such memory, as far as a glance tells: shared, or by RDMA."""
-        core = self._client.session().core
         is_shared = lies_in_shared_memory(core.memory, buffers)
         return is_shared, not is_shared and goes_by_rdma(core.rdma, buffers)
 
@@ -295,7 +294,8 @@ class BoundNamespace(NamespaceKeys):
                 outside the record, unknown shards or parts. Nothing was sent then.
         """
         quick: Begun | int = 0
-        is_shared, by_rdma = self._placed(buffers) if self._may_share else (False, False)
+        session = self._client.session()
+        is_shared, by_rdma = self._placed(session.core, buffers) if self._may_share else (False, False)
         if (
             ranges is None
             and layers is None
@@ -311,7 +311,6 @@ class BoundNamespace(NamespaceKeys):
             if isinstance(done, list):
                 return done
             quick = done
-        session = self._client.session()
         begun = quick if isinstance(quick, Begun) else None
         with handing_over(session.driver, begun) as held:
             chain = as_chain(keys, chunks_per_run=self.layout.chunks_per_run)

@@ -1,4 +1,4 @@
-"""Ctrl-C between a read that was begun the short way and the job that is to finish it: nothing stays behind."""
+"""Ctrl-C or a close between a read that was begun the short way and the job that is to finish it: nothing is left."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvstore.errors import Closed
 from kvstore.limits import KiB
 from kvstore.testing.serve_process import Ready, ServeProcess
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore_client import Hit, KVClient, Miss, Stored, namespace_handle
+from kvstore_client.loads import Begun
+from kvstore_client.placed_lane import PlacedLane
 from kvstore_client.shm import address_of
 
 SIZE = 64 * KiB
@@ -56,3 +59,29 @@ def test_the_connection_is_given_back_and_no_late_byte_is_seen(
             assert len(whole.patches) > patches, "the node may still write to the pages that were there"
         assert all(isinstance(one, Hit) for one in ns.get_into(keys[:count], into))
         assert all(isinstance(one, Miss) for one in ns.get_into(keys[COUNT : COUNT + count], into))
+
+
+def test_a_client_that_is_closed_then_gives_the_connection_back(served: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+    with KVClient.connect(served.grpc, transport="shm") as client:
+        layout = KVLayout.opaque(chunk_bytes=SIZE, chunk_tokens=16)
+        ns = client.namespace(Namespace(tenant="default", model=os.urandom(4).hex(), weights="w", layout=layout))
+        keys = ns.keys(list(range(32)))
+        memory = client.alloc(SIZE)
+        assert all(isinstance(one, Stored) for one in ns.put(keys[:1], [memory]))
+        for _ in range(3):
+            assert all(isinstance(one, Hit) for one in ns.get_into(keys[:1], [memory]))
+        core = client.session().core
+        begun = []
+
+        def read_and_close(lane: PlacedLane, key: bytes, view: memoryview) -> object:
+            begun.append(read(lane, key, view))
+            client.close()
+            return begun[0]
+
+        read = PlacedLane.read
+        monkeypatch.setattr(PlacedLane, "read", read_and_close)
+        with pytest.raises(Closed):
+            ns.get_into(keys[1:], [memory])  # a miss: not what the short way expects
+        assert isinstance(begun[0], Begun)
+        for link in core.links():
+            assert not link._in_use
