@@ -178,7 +178,7 @@ class TargetLink:
         """The address for a new connection: those that did not fail lately in turn, else the one that did first."""
         ways = self._ways(now_ns)
         if not ways:
-            return min(self._addresses, key=lambda one: self._rests[one])
+            return min(self._addresses, key=lambda one: self._rests.get(one, _NO_REST))
         used = self.used_addresses()
         self._next_address += 1
         start = self._next_address % len(ways)
