@@ -227,11 +227,13 @@ class Appender:
         self.ledger.log.append(records, partial(self._logged, item, target, entry), sync=item.power)
 
     def _logged(self, item: Append, target: OpenSegment, entry: bytes, error: OSError | None) -> None:
+        count, listed = item.count, target.entry_count
         if error is None:
             item.completed(entry)
         else:
             item.failed(Refused(RefusedReason.OUTCOME_UNKNOWN, f"the commit record was not confirmed: {error}"))
-        self.left(target, item.count)
+        target.unlisted += count - (target.entry_count - listed)
+        self.left(target, count)
 
     def sync(self, on_done: Callable[[OSError | None], None]) -> None:
         """Calls back when everything written so far survives a power cut."""

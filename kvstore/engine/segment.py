@@ -41,6 +41,8 @@ class OpenSegment:
             (generation, page) orders records by the time they got their room.
         outstanding: records that have room here but are neither complete nor given up.
         entry_count: complete records.
+        unlisted: records whose commit is, or may be, in the log and that are none of those: its outcome was not known,
+            or the index was full. After a restart they count, so the segment's own index must have room for them.
         ready: the header page is on the drive; commits are logged only from then on.
         failed: the drive failed here; nothing more is placed.
     """
@@ -55,6 +57,7 @@ class OpenSegment:
         "outstanding",
         "ready",
         "segment",
+        "unlisted",
     )
 
     def __init__(self, segment: int, generation: int, *, next_page: int = 1) -> None:
@@ -63,6 +66,7 @@ class OpenSegment:
         self.next_page = next_page
         self.outstanding = 0
         self.entry_count = 0
+        self.unlisted = 0
         self.ready = False
         self.failed = False
         self._entries = bytearray()
@@ -75,7 +79,7 @@ class OpenSegment:
 
     def room_pages(self, segment_pages: int, count: int = 1) -> int:
         """Pages that so many more records may have: what is left beside the index and footer that sealing writes."""
-        index = index_block_count(self.entry_count + self.outstanding + count)
+        index = index_block_count(self.entry_count + self.unlisted + self.outstanding + count)
         return segment_pages - 1 - index - self.next_page
 
     def add(self, entries: bytes) -> None:
