@@ -23,7 +23,7 @@ from kvstore_client.incoming import HIT, OPEN, IncomingRecord
 from kvstore_client.planner import split_by_weight
 from kvstore_client.ranges import Spans
 from kvstore_client.rounds import Job
-from kvstore_client.shm_bounce import copy_out
+from kvstore_client.shm_bounce import bounced_bytes, copy_out
 from kvstore_client.shm_places import ConnectionRegions, Places
 from kvstore_client.target import TargetLink
 
@@ -153,7 +153,7 @@ class LoadJob(Job):
         while connection.regions is not None and self._spans is None and self._shared_spans is None and chosen:
             places, chosen = yield from connection.regions.split(connection, self.records, chosen)
             if not places.items and isinstance(connection.regions, ConnectionRegions):
-                rooms = [self.records[at].room_bytes for at in chosen]
+                rooms = [bounced_bytes(self.records[at].memory, self.records[at].room_bytes) for at in chosen]
                 places, chosen = yield from connection.regions.split_bounced(connection, rooms, chosen)
             if not places.items:
                 break

@@ -20,6 +20,16 @@ BOUNCED_RECORD_BYTES_MIN: Final = 1 * MiB
 _STEP_BYTES: Final = 2 * MiB  # of huge pages
 
 
+def bounced_bytes(memory: memoryview | None, room_bytes: int) -> int:
+    """Bytes of the place that a record gets here; 0 for one that is better sent through the socket.
+
+    Args:
+        memory: Where it belongs, if that is one piece.
+        room_bytes: Of the record, at least.
+    """
+    return 0 if memory is not None and room_bytes < BOUNCED_RECORD_BYTES_MIN else room_bytes
+
+
 class Bounce:
     """Of one connection; made at its first use."""
 

@@ -132,12 +132,12 @@ class ConnectionRegions:
         """As `split`, of records that lie elsewhere: the first of them get places from which they are to be copied.
 
         Args:
-            rooms: Bytes of each of `chosen`, at least.
+            rooms: Bytes of each of `chosen`, at least; 0 for one that is to be sent through the socket.
         """
         places = Places()
         if sum(rooms) < BOUNCED_CALL_BYTES_MIN:
             return places, list(chosen)
-        sized = [(at, room) for at, room in zip(chosen, rooms, strict=True) if room]  # an empty record needs no place
+        sized = [(at, room) for at, room in zip(chosen, rooms, strict=True) if room]
         views = self.bounce.cut([room for _, room in sized[:PLACES_PER_CALL_MAX]])
         if views:
             one = self._memory.find(address_of(views[0]), len(views[0]))

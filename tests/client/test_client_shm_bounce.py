@@ -118,6 +118,18 @@ def test_other_lengths_misses_and_small_records_are_what_they_are_over_tcp(clien
     assert isinstance(short[1], Hit)
 
 
+def test_small_records_in_one_piece_come_through_the_socket_whichever_way_they_are_read(client: KVClient) -> None:
+    size, count = 64 * KiB, 32
+    ns = namespace_of(client, SIZE)
+    values = stored(ns, size, count)
+    keys = ns.keys(list(range(16 * count)))
+    for accept_pending in (False, True):  # the general way
+        into = [bytearray(size) for _ in range(count)]
+        assert all(isinstance(one, Hit) for one in ns.get_into(keys, into, accept_pending=accept_pending))
+        assert into == values
+    assert client.stats()["copied_bytes"] == 0
+
+
 def test_an_empty_record_among_them_needs_no_place(client: KVClient) -> None:
     ns = namespace_of(client)
     keys = ns.keys(list(range(16 * 4)))
