@@ -62,13 +62,13 @@ class PlacedLane(ReadLane):
                 return self._ask_again(connection, content_id, table)
         except (KVStoreError, OSError):
             connection.close()
-            regions.take_back(place_at(view))
             self._driver.give_back(link, connection, time.monotonic_ns(), has_broken=True)
+            regions.take_back(place_at(view))
             return deadline_ns
         except BaseException:
             connection.close()
-            regions.take_back(place_at(view))
             self._driver.give_back(link, connection, time.monotonic_ns(), has_broken=False)
+            regions.take_back(place_at(view))
             raise
         return self._done(connection, content_id, now_ns)
 
