@@ -8,10 +8,9 @@ again may help.
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -19,8 +18,17 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstore.errors import FormatUnsupported, InvalidRequest, KVStoreError, Retryable
-from kvstore.limits import DIGEST_BYTES, SECOND_NS, STATUS_NODE_NS
+from kvstore.cli.option_values import (
+    check_hex,
+    digest_of,
+    file_content,
+    manifest_of,
+    parsed,
+    tokens_of,
+    whole_digest,
+)
+from kvstore.errors import InvalidRequest, KVStoreError, Retryable
+from kvstore.limits import SECOND_NS, STATUS_NODE_NS
 
 if TYPE_CHECKING:
     from kvstore.server.grpc_edge.client import ControlClient
@@ -29,7 +37,6 @@ if TYPE_CHECKING:
 EXIT_FAILED: Final = 1
 EXIT_INVALID: Final = 2
 EXIT_UNAVAILABLE: Final = 3
-_FILE_BYTES_MAX: Final = 64 * 1024 * 1024
 
 app = typer.Typer(
     help="A disaggregated KVCache store: chunks of KV of large language models, on SSD nodes.",
@@ -215,7 +222,7 @@ def namespaces(
     from kvstore.cli.screen import Screen
 
     with _client(node, timeout, token_file) as client:
-        page = client.namespaces(tenant, after=_digest(after, "--after") if after else b"", limit=limit)
+        page = client.namespaces(tenant, after=digest_of(after, "--after") if after else b"", limit=limit)
     if as_json:
         print(json_text(page))
     else:
@@ -249,17 +256,17 @@ def explain(
     from kvstore.cli.screen import Screen
     from kvstore.server.report import Answer, NodeWhere, Question
 
-    _check_hex(namespace, "--namespace")
+    check_hex(namespace, "--namespace")
     question = Question(
         tenant=tenant,
-        manifest=_manifest(manifest) if manifest else b"",
+        manifest=manifest_of(manifest) if manifest else b"",
         model=model,
         weights=weights,
         adapter=adapter,
         adapter_revision=adapter_revision,
-        layout_digest=_digest(layout, "--layout") if layout else b"",
-        keys=b"".join(_digest(key, "a key") for key in keys or ()),
-        tokens=_tokens(tokens),
+        layout_digest=digest_of(layout, "--layout") if layout else b"",
+        keys=b"".join(digest_of(key, "a key") for key in keys or ()),
+        tokens=tokens_of(tokens),
     )
     with ExitStack() as stack:
         client = stack.enter_context(_client(node, timeout, token_file))
@@ -269,7 +276,7 @@ def explain(
             for one in nodes
         }
         if namespace:
-            digest = _whole_digest(client, tenant, namespace.lower(), list(clients.values()))
+            digest = whole_digest(client, tenant, namespace.lower(), list(clients.values()))
             question = replace(question, namespace=digest)
 
         def asking(where: NodeWhere) -> Answer:
@@ -296,7 +303,7 @@ def scrub(
     from kvstore.server.report import NodeWhere
     from kvstore.settings import parse_size
 
-    rate_bytes = _parsed(parse_size, rate, "--rate")
+    rate_bytes = parsed(parse_size, rate, "--rate")
     with _client(node, timeout, token_file) as client:
         nodes = client.report().nodes if every_node else ()
         if not nodes:
@@ -330,10 +337,10 @@ def drop(
     """
     from kvstore.types.digest import digest
 
-    content = _file(manifest, "--manifest") if manifest else b""
+    content = file_content(manifest, "--manifest") if manifest else b""
     if not content and not namespace:
         raise InvalidRequest("no namespace is given; pass its digest in hex, or --manifest FILE")
-    whole = digest(content) if content else _digest(namespace, "the namespace")
+    whole = digest(content) if content else digest_of(namespace, "the namespace")
     with _client(node, timeout, token_file) as client:
         done = client.drop(tenant, whole, manifest=content)
     words = "dropped" if done.dropped else "no node knows such a namespace"
@@ -484,7 +491,7 @@ def _client(
     host, _, port = node.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         raise InvalidRequest(f"--node is {node[:200]!r}; give host:port of its control plane, such as {_NODE_DEFAULT}")
-    deadline_ns = _parsed(parse_duration, timeout, "--timeout")
+    deadline_ns = parsed(parse_duration, timeout, "--timeout")
     if not 0 < deadline_ns <= 3600 * SECOND_NS:
         raise InvalidRequest(f"--timeout is {timeout}; give more than nothing and at most 1h")
     token = read_token(token_file) if token_file else b""
@@ -513,93 +520,3 @@ def _tell(as_json: bool, fields: dict[str, object], words: str) -> None:
     import json
 
     print(json.dumps(fields) if as_json else words)
-
-
-def _parsed(parse: object, text: str, option: str) -> int:
-    assert callable(parse)
-    try:
-        return int(parse(text))
-    except ValueError as error:
-        raise InvalidRequest(f"{option}: {error}") from None
-
-
-def _digest(text: str, what: str) -> bytes:
-    try:
-        digest = bytes.fromhex(text)
-    except ValueError:
-        digest = b""
-    if len(digest) != DIGEST_BYTES:
-        raise InvalidRequest(f"{what} is {text[:80]!r}; give the {2 * DIGEST_BYTES} hex characters of a digest")
-    return digest
-
-
-def _check_hex(text: str, option: str) -> None:
-    if len(text) > 2 * DIGEST_BYTES or not set(text.lower()) <= set("0123456789abcdef"):
-        raise InvalidRequest(
-            f"{option} is {text[:80]!r}; give the {2 * DIGEST_BYTES} hex characters of a digest, or how it begins"
-        )
-
-
-def _whole_digest(client: ControlClient, tenant: str, beginning: str, others: Sequence[ControlClient]) -> bytes:
-    """The digest of the one namespace of the tenant that begins so, on any node of the cluster."""
-    if len(beginning) == 2 * DIGEST_BYTES:
-        return bytes.fromhex(beginning)
-    found = _digests_like(client, tenant, beginning)
-    for other in others:
-        with suppress(Retryable):  # one that is away is named in the answer
-            found |= _digests_like(other, tenant, beginning)
-    if len(found) != 1:
-        words = "no namespace" if not found else f"{len(found)} namespaces"
-        raise InvalidRequest(
-            f"--namespace {beginning}: {words} of tenant {tenant!r} begins so; `kvstore namespaces` lists them"
-        )
-    return found.pop()
-
-
-def _digests_like(client: ControlClient, tenant: str, beginning: str) -> set[bytes]:
-    found: set[bytes] = set()
-    after = b""
-    while True:
-        page = client.namespaces(tenant, after=after)
-        found |= {item.digest for item in page.namespaces if item.digest.hex().startswith(beginning)}
-        after = page.next
-        if not after:
-            return found
-
-
-def _file(path: str, option: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            content = file.read(_FILE_BYTES_MAX + 1)
-    except OSError as error:
-        raise InvalidRequest(f"{option} {path} cannot be read: {error.strerror}") from None
-    if len(content) > _FILE_BYTES_MAX:
-        raise InvalidRequest(f"{option} {path} has more than {_FILE_BYTES_MAX} bytes; ask for fewer tokens")
-    return content
-
-
-def _manifest(path: str) -> bytes:
-    from kvstore.types.namespace import Manifest
-
-    content = _file(path, "--manifest")
-    try:
-        Manifest.decode(content)
-    except (InvalidRequest, FormatUnsupported) as error:
-        raise InvalidRequest(f"--manifest {path} holds no Namespace.manifest(): {error}") from None
-    return content
-
-
-def _tokens(text: str) -> tuple[int, ...]:
-    source = "--tokens"
-    if text.startswith("@"):
-        source = f"--tokens {text}"
-        text = _file(text[1:], "--tokens").decode("utf-8", "replace")
-    pieces = text.replace(",", " ").split()
-    odd = next((piece for piece in pieces if not re.fullmatch(r"-?[0-9]{1,20}", piece)), None)
-    if odd is not None:
-        raise InvalidRequest(f"{source} has {odd[:80]!r}; give token ids, comma-separated, or @FILE with ids in it")
-    tokens = tuple(map(int, pieces))
-    wrong = next((token for token in tokens if not 0 <= token < 2**32), None)
-    if wrong is not None:
-        raise InvalidRequest(f"--tokens has {wrong}; token ids are from 0 to {2**32 - 1}")
-    return tokens
