@@ -23,6 +23,7 @@ from kvstore_client.rounds import Job
 
 _U32 = struct.Struct("<I")
 _GRANTED = int(ItemStatus.GRANTED)
+_GONE = int(RefusedReason.DEADLINE)  # what a node says of a writer that is not open
 
 
 class CopiesJob(Job):
@@ -42,13 +43,13 @@ class CopiesJob(Job):
         super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, retries_max=0)
         self.copies: list[WrittenCopy] = copies or []
 
-    def _fail_forgotten(self, connection: Connection) -> None:
+    def _fail_forgotten(self, connection: Connection, reason: RefusedReason = RefusedReason.OVERLOADED) -> None:
         """Refuses copies that another worker has granted than the one that would be told of them now: it was started
         again, and writers of its own may have their numbers."""
         assert connection.welcome is not None
         boot_id = connection.welcome.boot_id
         for copy in [one for one in self.copies if one.boot_id != boot_id]:
-            copy.finish(int(RefusedReason.OVERLOADED), detail="the node was started again and has forgotten the writer")
+            copy.finish(int(reason), detail="the node was started again and has forgotten the writer")
             self.copies.remove(copy)
 
 
@@ -159,9 +160,13 @@ class WriteJob(CopiesJob):
 
 
 class CommitJob(CopiesJob):
-    """WRITER_COMMIT and its results."""
+    """WRITER_COMMIT and its results.
 
-    __slots__ = ("_durability", "_wait")
+    A connection may break before anything of them has come. Then it is told once more, and what the node has forgotten
+    meanwhile may have been committed.
+    """
+
+    __slots__ = ("_durability", "_is_told", "_wait")
 
     def __init__(
         self,
@@ -176,10 +181,12 @@ class CommitJob(CopiesJob):
         super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, copies=copies)
         self._durability = durability
         self._wait = wait
+        self._is_told = False
 
     def run(self, connection: Connection) -> Steps:
         """Commits all of them at once."""
-        self._fail_forgotten(connection)
+        was_told, self._is_told = self._is_told, True
+        self._fail_forgotten(connection, RefusedReason.OUTCOME_UNKNOWN if was_told else RefusedReason.OVERLOADED)
         copies = self.copies
         if not copies:
             return
@@ -203,8 +210,9 @@ class CommitJob(CopiesJob):
                 for index, (at,) in enumerate(_U32.iter_unpack(result.items)):
                     if at >= len(copies):
                         raise Unavailable(f"node at {connection.address} told the outcome of writer {at}")
+                    status = result.statuses[index]
                     copies[at].finish(
-                        result.statuses[index],
+                        int(RefusedReason.OUTCOME_UNKNOWN) if was_told and status == _GONE else status,
                         content_id=result.content_ids[index * ID_BYTES : (index + 1) * ID_BYTES] or NO_CONTENT_ID,
                         detail=details[index] if index < len(details) else "",
                     )

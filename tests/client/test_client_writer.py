@@ -15,6 +15,8 @@ from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.part import Part
 from kvstore.types.results import MissReason, RefusedReason
+from kvstore.wire.header import FrameType
+from kvstore.wire.messages import End, Result, WriterCommit
 from kvstore_client import Exists, Hit, KVClient, Miss, Refused, Stored
 from kvstore_client.assembly import AssembledRecord
 from kvstore_client.regions import Region
@@ -163,6 +165,31 @@ def test_a_writer_does_not_survive_the_nodes_restart(ns, node) -> None:
     results = writer.commit()
     assert {type(one) for one in results} == {Refused}
     assert ns.contains(keys) == [False, False]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_a_commit_came_to_that_was_not_answered_is_unknown(ns, node, restarts) -> None:
+    """The node may have committed: that it knows the writers no more says nothing against it."""
+    with ns.writer(ns.keys(TOKENS[:16])) as writer:
+        writer.write(0, noise(2 * SHARD, 1))
+        told = []
+
+        def script(link, frame) -> bool:
+            if frame.type is not FrameType.WRITER_COMMIT:
+                return False
+            told.append(frame)
+            if len(told) == 1:
+                node.restart() if restarts else link.kill()
+                raise ConnectionError
+            count = len(WriterCommit.decode(frame.body).writer_ids) // 4
+            items = b"".join(at.to_bytes(4, "little") for at in range(count))
+            link.send(frame, Result(items=items, statuses=bytes([RefusedReason.DEADLINE]) * count))
+            link.send(frame, End())
+            return True
+
+        node.script = script
+        assert [one.reason for one in writer.commit()] == [RefusedReason.OUTCOME_UNKNOWN]
+        assert len(told) == (1 if restarts else 2)
 
 
 def test_wrong_memory_is_refused_before_any_io(ns, node) -> None:
