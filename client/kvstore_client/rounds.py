@@ -112,7 +112,7 @@ class Job:
             self._on.wait_for_word(min(self.deadline_ns, now_ns + silence_ns), self.deadline_ns)
 
     def arm(self, connection: Connection) -> None:
-        """Before each request but the first one, of those with several: from now on it is silent."""
+        """From now on it is silent: after a HELLO, and before each request but the first one, of those with several."""
         if self.silence_ns:
             heard_by_ns = time.monotonic_ns() + self.silence_ns
             connection.wait_for_word(min(self.deadline_ns, heard_by_ns), self.deadline_ns)
@@ -191,6 +191,7 @@ def perform(link: TargetLink, job: Job, connection: Connection) -> Steps:
                 link.breaker.succeeded()  # the answer has come, if late
         if not connection.is_open:
             yield from connection.open()
+            job.arm(connection)  # it may have been hurried meanwhile
         yield from job.run(connection)
         connection.belongs_to(None)  # the caller's memory is his again
         job.busy_ns += time.monotonic_ns() - now_ns

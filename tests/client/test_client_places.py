@@ -17,6 +17,7 @@ from kvstore.wire.failures import code_of
 from kvstore.wire.header import FrameType
 from kvstore.wire.messages import End, ErrorReply
 from kvstore_client import Hit, KVClient, Miss, Refused, Stored
+from kvstore_client.rounds import Job
 
 COUNT = 24
 LAYOUT = KVLayout.opaque(chunk_bytes=2000, chunk_tokens=4, run_bytes=6000)
@@ -314,6 +315,41 @@ def test_a_copy_that_hangs_is_given_up_once_another_one_is_through(cluster, verb
             assert {type(one) for one in results} == {Stored}
             assert {one.copies for one in results} == {1, 2}
             assert sum(one.copies for one in results) == len(cluster.nodes[0].records) + len(cluster.nodes[2].records)
+        finally:
+            go_on.set()
+
+
+@pytest.mark.timeout(60)
+def test_a_copy_that_hangs_on_a_new_connection_is_given_up_too(cluster, monkeypatch) -> None:
+    """The other one is through while it is being opened."""
+    cluster.show(copies=2)
+    is_hurried, go_on = threading.Event(), threading.Event()
+
+    def hurry(job: Job, silence_ns: int, now_ns: int) -> None:
+        real(job, silence_ns, now_ns)
+        is_hurried.set()
+
+    def slow(link, frame) -> bool:
+        if frame.type is FrameType.HELLO:
+            is_hurried.wait(60)
+        return frame.type is FrameType.WRITER_COMMIT and bool(go_on.wait(100)) and False
+
+    real = Job.hurry
+    monkeypatch.setattr(Job, "hurry", hurry)
+    monkeypatch.setattr("kvstore_client.rounds.CONNECT_NS_MAX", 40 * SECOND_NS)  # a busy machine is no reason
+    monkeypatch.setattr("kvstore_client.writer_verbs.PLACE_SILENCE_NS", 3 * SECOND_NS)
+    with KVClient.connect(cluster.nodes[0].address, deadline=100) as client:
+        ns = client.namespace(NAMESPACE)
+        try:
+            with ns.writer(KEYS, lengths=[len(one) for one in PAYLOADS]) as writer:
+                for at, one in enumerate(PAYLOADS):
+                    writer.write(at, one)
+                is_hurried.clear()
+                client.session().core.link("t1").drop_idle()
+                cluster.nodes[1].script = slow
+                results = writer.commit()
+            assert {type(one) for one in results} == {Stored}
+            assert {one.copies for one in results} == {1, 2}
         finally:
             go_on.set()
 
