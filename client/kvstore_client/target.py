@@ -147,8 +147,8 @@ class TargetLink:
         return found
 
     def uses(self, connection: Connection) -> bool:
-        """Whether a call has it now."""
-        return connection in self._in_use
+        """Whether a call of this thread has it now."""
+        return self._in_use.get(connection) == get_ident()
 
     def has_room(self) -> bool:
         """Whether another connection may be taken."""

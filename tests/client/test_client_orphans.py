@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,8 @@ from kvstore.limits import ORPHAN_NS_MIN
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore_client import Hit, KVClient
+from kvstore_client.loads import Begun
+from kvstore_client.straight import handing_over
 from kvstore_client.target import TargetLink
 
 
@@ -75,6 +78,30 @@ def test_a_call_that_needs_several_targets_finds_them_too(cluster) -> None:
         core = client.session().core
         assert not all(core.link(target).has_room() for target in core.target_ids())
         assert ns.contains(keys) == [True] * 24
+
+
+def test_what_is_cut_off_after_its_end_leaves_the_connection_to_who_has_it_now(client, stored) -> None:
+    ns, keys, payloads = stored
+    assert isinstance(ns.get_into(keys[:1], [bytearray(len(payloads[0]))])[0], Hit)
+    session, now_ns = client.session(), time.monotonic_ns()
+    (target,) = session.core.target_ids()
+    link, flow = session.core.link(target), client.options.flow
+    connection = link.take(flow, now_ns)
+    begun = Begun(target, (link, connection), (), connection.deadline_ns)
+    taken: list[object] = []
+
+    def end_and_be_cut() -> None:
+        with handing_over(session.driver, begun):
+            session.driver.give_back(link, connection, now_ns, has_broken=False)
+            other = threading.Thread(target=lambda: taken.append(link.take(flow, now_ns)))
+            other.start()
+            other.join(60)
+            raise Cut
+
+    with pytest.raises(Cut):
+        end_and_be_cut()
+    assert taken == [connection]
+    assert connection.is_open
 
 
 def test_a_connection_in_use_is_left_to_its_call(client, node, stored) -> None:
