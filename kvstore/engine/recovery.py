@@ -156,7 +156,7 @@ class FoundSegment:
     """A segment in use.
 
     Attributes:
-        generation: of its use.
+        generation: of its use; 0 where nothing tells it (then it is `hidden`).
         sealed: its index and footer are there, and list all that the log names; else `entries` come from the log too.
         entries: valid as far as the segment says: tombstones and twins are not looked at here.
         end_page: first page behind everything that was ever placed, as far as is known.
@@ -193,13 +193,15 @@ def scan_segments(
         on_progress: told (segments done, segments in all) now and then.
     """
     count = superblock.segment_count
-    heads = _read_ends(io, superblock)
+    heads, unreadable = _read_ends(io, superblock)
     rebuilt = _rebuild_footers(io, superblock, heads)
     sealed: list[tuple[FoundSegment, SegmentFooter]] = []
     found: list[FoundSegment] = []
     for segment, ends in enumerate(heads):
         footer = rebuilt.get(segment) or decode_segment_footer(ends[1])
         one, footer = _look_at(superblock, log, segment, ends, footer)
+        if one is None and segment in unreadable and all(any(memoryview(end).cast("Q")) for end in ends):
+            one = _unknown(segment)
         if one is None:
             continue
         one.rebuilt = rebuilt.get(segment) if footer is not None else None
@@ -215,8 +217,19 @@ def scan_segments(
     return found
 
 
-def _read_ends(io: BlockingIo, superblock: Superblock) -> list[tuple[memoryview, memoryview]]:
-    """First and last page of every segment. What cannot be read is nonsense: zeros would mean that nothing is there."""
+def _unknown(segment: int) -> FoundSegment:
+    """A segment of which neither end tells anything, and one could not be read: it may be readable the next time."""
+    nothing = np.empty(0, dtype=ENTRY_DTYPE)
+    return FoundSegment(
+        segment=segment, generation=0, sealed=False, entries=nothing, end_page=1, hidden=True, bad_blocks=1
+    )
+
+
+def _read_ends(io: BlockingIo, superblock: Superblock) -> tuple[list[tuple[memoryview, memoryview]], frozenset[int]]:
+    """First and last page of every segment, and the segments of which one could not be read.
+
+    What cannot be read is nonsense: zeros would mean that nothing is there.
+    """
     count, size = superblock.segment_count, superblock.segment_bytes
     memory = pages(2 * count * PAGE_BYTES)
     cut = [memory[at * PAGE_BYTES : (at + 1) * PAGE_BYTES] for at in range(2 * count)]
@@ -226,10 +239,12 @@ def _read_ends(io: BlockingIo, superblock: Superblock) -> list[tuple[memoryview,
         ranges.append(Range(offset=start, buffer=cut[2 * segment]))
         ranges.append(Range(offset=start + size - PAGE_BYTES, buffer=cut[2 * segment + 1]))
     failed = [item for item, error in zip(ranges, io.read_many(ranges), strict=True) if error is not None]
+    unreadable: set[int] = set()
     for item, error in zip(failed, io.read_many(failed), strict=True):
         if error is not None:
             item.buffer[:] = b"\xff" * PAGE_BYTES
-    return [(cut[2 * segment], cut[2 * segment + 1]) for segment in range(count)]
+            unreadable.add((item.offset - superblock.segments_offset) // size)
+    return [(cut[2 * segment], cut[2 * segment + 1]) for segment in range(count)], frozenset(unreadable)
 
 
 def _rebuild_footers(

@@ -232,7 +232,8 @@ class Store:
         self.namespaces.reserve_ids(int(one.entries["namespace"].max()) for one in found if len(one.entries))
         for one in found:
             self.table.generation[one.segment] = one.generation
-            self.table.set_state(one.segment, SegmentState.SEALED)
+            # what is in one of an unknown use is gone: it is erased before it is used, deletes are kept until then
+            self.table.set_state(one.segment, SegmentState.SEALED if one.generation else SegmentState.BAD)
             if one.header_bad:
                 self._repair_header(io, one)
             if one.rebuilt is not None and one.sealed and not one.bad_blocks:

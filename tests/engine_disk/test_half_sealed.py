@@ -10,6 +10,7 @@ import random
 
 import pytest
 
+from kvstore.device.base import IoKind
 from kvstore.device.memory import MemoryDevice
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.blocking import BlockingIo
@@ -144,6 +145,10 @@ def test_a_torn_footer_is_not_believed_where_a_block_is_missing_and_the_log_is_s
     survives(drive)
 
 
+def unreadable(start: int, length: int) -> Fault:
+    return Fault(action=FaultAction.ERROR, kind=IoKind.READ, start=start, end=start + length, times=None)
+
+
 @pytest.mark.parametrize("first_page", [False, True])
 def test_an_end_that_cannot_be_read_for_a_while_is_left_as_it_is(first_page: bool) -> None:
     """Neither footer nor last block, and the log has forgotten: an empty index in its place would lose all for good."""
@@ -157,7 +162,7 @@ def test_an_end_that_cannot_be_read_for_a_while_is_left_as_it_is(first_page: boo
     places = [(table.offset(drive.segment + 1) - 2 * PAGE_BYTES, 2 * PAGE_BYTES)]
     if first_page:
         places = [(table.offset(drive.segment), PAGE_BYTES)]
-    faults = [Fault(action=FaultAction.ERROR, start=start, end=start + length, times=None) for start, length in places]
+    faults = [unreadable(start, length) for start, length in places]
     for fault in faults:
         drive.device.inject(fault)
     again = drive.opened()
@@ -171,3 +176,29 @@ def test_an_end_that_cannot_be_read_for_a_while_is_left_as_it_is(first_page: boo
     third = drive.opened()
     assert lasting(third, drive.ref) == [number for number in range(RECORDS) if number != 3]
     third.check_accounts()
+
+
+def test_a_segment_that_cannot_be_read_at_all_is_erased_before_it_is_used_and_brings_back_no_deleted_record() -> None:
+    drive = Sealed()
+    rig = drive.opened()
+    rig.store.log.checkpoint()
+    rig.settle()
+    rig.delete(drive.ref, [key_of(3)])
+    rig.settle()
+    table = rig.store.table
+    start, end = table.offset(drive.segment), table.offset(drive.segment + 1)
+    fault = drive.device.inject(unreadable(start, end - start))
+    again = drive.opened()
+    assert again.metrics.recovery_bad_structures == 1
+    assert again.store.table.state[drive.segment] == SegmentState.BAD
+    again.store.log.checkpoint()
+    again.settle(lambda: again.store.log.checkpoints == 1 and again.store.idle)
+    fault.times = 0
+    third = drive.opened()
+    assert lasting(third, drive.ref) == [number for number in range(RECORDS) if number != 3]
+    fault.times = None
+    last = drive.opened()
+    last.settle(lambda: last.store.table.state[drive.segment] == SegmentState.FREE)
+    last.check_accounts()
+    fault.times = 0
+    assert lasting(drive.opened(), drive.ref) == []
