@@ -86,6 +86,8 @@ class PendingDrops:
 
     def __init__(self, record: Record | None) -> None:
         self._record = record
+        self._made_up: dict[bytes, set[WorkerHandle]] = {}  # by manifest, who has dropped it: not again, see `make_up`
+        self._making_up = asyncio.Lock()
 
     def add(self, manifest: bytes) -> None:
         """Keep a drop. Raises Unavailable or Overloaded when it cannot be kept."""
@@ -99,20 +101,32 @@ class PendingDrops:
                 "drop it again when a drive serves"
             )
         self._record.put(_KEY, text)
+        self._made_up.pop(manifest, None)
 
     async def make_up(self, workers: Sequence[WorkerHandle]) -> None:
-        """A worker serves: tell all of them, and forget what each has done."""
-        for manifest in self._manifests():
-            order = DropOrder(tenant="", namespace=digest(manifest), manifest=manifest)
-            places = [_own(f"worker {at}", worker) for at, worker in enumerate(workers)]
-            await asyncio.gather(*(_drop_at(place, order, CONTROL_DEADLINE_NS) for place in places))
-            if not all(place.is_dropped for place in places):
-                return
-            log.warning("a namespace was dropped while no drive served; it is dropped on %s workers now", len(places))
-            self._forget(manifest)
+        """A worker serves: tell all that have not been told, and forget what each has done.
+
+        Once each: a second drop would hide what was put into the namespace behind the first.
+        """
+        async with self._making_up:
+            for manifest in self._manifests():
+                order = DropOrder(tenant="", namespace=digest(manifest), manifest=manifest)
+                told = self._made_up.setdefault(manifest, set())
+                places = {
+                    worker: _own(f"worker {at}", worker) for at, worker in enumerate(workers) if worker not in told
+                }
+                await asyncio.gather(*(_drop_at(place, order, CONTROL_DEADLINE_NS) for place in places.values()))
+                told.update(worker for worker, place in places.items() if place.is_dropped)
+                if not told.issuperset(workers):
+                    return
+                log.warning(
+                    "a namespace was dropped while no drive served; it is dropped on %s workers now", len(workers)
+                )
+                self._forget(manifest)
 
     def _forget(self, manifest: bytes) -> None:
         assert self._record is not None, "it was kept there"
+        self._made_up.pop(manifest, None)
         left = [base64.b64encode(one).decode() for one in self._manifests() if one != manifest]
         try:
             self._record.put(_KEY, json.dumps(left))

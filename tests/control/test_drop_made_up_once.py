@@ -1,0 +1,59 @@
+"""A drop that is made up for is made once at each worker: what is put behind it is not hidden by the next one's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from kvstore.errors import Unavailable
+from kvstore.server.admin import AdminChannel
+from kvstore.server.drops import PendingDrops
+from kvstore.server.worker_handle import WorkerHandle
+from kvstore.types.layout import KVLayout
+from kvstore.types.namespace import Namespace
+from kvstore.wire.messages import Drop, End
+
+GONE = Namespace(tenant="default", model="gone", weights="w", layout=KVLayout.opaque(chunk_bytes=4096, chunk_tokens=16))
+
+
+class MemoryRecord:
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def get(self, key: str) -> str | None:
+        return self.values.get(key)
+
+    def put(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+
+class ScriptedWorker:
+    """Counts the drops that it is told of, and is away at first where a test says so."""
+
+    def __init__(self, *, is_away: bool) -> None:
+        self.is_away = is_away
+        self.drops = 0
+
+    @property
+    def channel(self) -> AdminChannel:
+        if self.is_away:
+            raise Unavailable("it is restarting")
+        return cast("AdminChannel", self)
+
+    async def call(self, message: object, answer: type[End], *, deadline_ns: int) -> End:
+        self.drops += isinstance(message, Drop)
+        return End(statuses=b"")
+
+
+def test_a_worker_that_has_dropped_it_is_not_told_again_when_another_comes_back() -> None:
+    pending = PendingDrops(MemoryRecord())
+    pending.add(GONE.manifest())
+    first, second = ScriptedWorker(is_away=False), ScriptedWorker(is_away=True)
+    workers = [cast("WorkerHandle", one) for one in (first, second)]
+    asyncio.run(pending.make_up(workers))
+    second.is_away = False
+    asyncio.run(pending.make_up(workers))
+    assert (first.drops, second.drops) == (1, 1)
+    pending.add(GONE.manifest())
+    asyncio.run(pending.make_up(workers))
+    assert (first.drops, second.drops) == (2, 2), "another drop"
