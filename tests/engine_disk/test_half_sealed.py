@@ -16,7 +16,7 @@ from kvstore.engine.api import NamespaceRef
 from kvstore.engine.blocking import BlockingIo
 from kvstore.engine.check import check_drive
 from kvstore.engine.format import decode_segment_footer
-from kvstore.engine.segment import SegmentState
+from kvstore.engine.segment import SegmentState, SegmentTable
 from kvstore.limits import PAGE_BYTES, MiB
 from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice
 from kvstore.testing.store_rig import StoreRig
@@ -149,16 +149,21 @@ def unreadable(start: int, length: int) -> Fault:
     return Fault(action=FaultAction.ERROR, kind=IoKind.READ, start=start, end=start + length, times=None)
 
 
-@pytest.mark.parametrize("first_page", [False, True])
-def test_an_end_that_cannot_be_read_for_a_while_is_left_as_it_is(first_page: bool) -> None:
-    """Neither footer nor last block, and the log has forgotten: an empty index in its place would lose all for good."""
+def without_third() -> tuple[Sealed, SegmentTable]:
+    """A sealed segment of which the log knows nothing but that the third record was deleted."""
     drive = Sealed()
     rig = drive.opened()
     rig.store.log.checkpoint()
     rig.settle()
     rig.delete(drive.ref, [key_of(3)])
     rig.settle()
-    table = rig.store.table
+    return drive, rig.store.table
+
+
+@pytest.mark.parametrize("first_page", [False, True])
+def test_an_end_that_cannot_be_read_for_a_while_is_left_as_it_is(first_page: bool) -> None:
+    """Neither footer nor last block, and the log has forgotten: an empty index in its place would lose all for good."""
+    drive, table = without_third()
     places = [(table.offset(drive.segment + 1) - 2 * PAGE_BYTES, 2 * PAGE_BYTES)]
     if first_page:
         places = [(table.offset(drive.segment), PAGE_BYTES)]
@@ -179,13 +184,7 @@ def test_an_end_that_cannot_be_read_for_a_while_is_left_as_it_is(first_page: boo
 
 
 def test_a_segment_that_cannot_be_read_at_all_is_erased_before_it_is_used_and_brings_back_no_deleted_record() -> None:
-    drive = Sealed()
-    rig = drive.opened()
-    rig.store.log.checkpoint()
-    rig.settle()
-    rig.delete(drive.ref, [key_of(3)])
-    rig.settle()
-    table = rig.store.table
+    drive, table = without_third()
     start, end = table.offset(drive.segment), table.offset(drive.segment + 1)
     fault = drive.device.inject(unreadable(start, end - start))
     again = drive.opened()
