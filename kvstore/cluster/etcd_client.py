@@ -187,6 +187,7 @@ class EtcdClient:
     async def _ask_members(self, ask: Callable[[_Member, float], Awaitable[Reply]], *, repeatable: bool) -> Reply:
         until_ns = self._clock() + STORE_CALL_NS
         is_token_new = False
+        worst: Unavailable | DeadlineExceeded | None = None  # says most: a reason rather than an attempt cut short
         while True:
             member = self._member()
             try:
@@ -210,8 +211,10 @@ class EtcdClient:
                     self._raise_if_closed()  # gRPC's way to say that the channel was closed
                 raise
             self._leave(member)
+            if worst is None or isinstance(failure, Unavailable):
+                worst = failure
             if self._clock() + STORE_PAUSE_NS >= until_ns:
-                raise failure
+                raise worst
             await asyncio.sleep(STORE_PAUSE_NS / SECOND_NS)
 
     async def _log_in(self, member: _Member) -> None:

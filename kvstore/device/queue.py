@@ -18,7 +18,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from kvstore.device.base import Device, IoKind, IoOp
@@ -87,6 +87,8 @@ class DispatchQueue:
         policy: order between classes.
         metrics: where counts go.
         health: judge of the drive's errors.
+        clock: monotonic ns; the queue reads it itself, as a time from the start of a turn is older than what was
+            submitted in that turn.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class DispatchQueue:
         policy: DispatchPolicy | None = None,
         metrics: DeviceMetrics | None = None,
         health: HealthMonitor | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         if not 1 <= depth <= QUEUE_DEPTH_MAX:
             raise InvalidRequest(f"queue depth {depth} is out of range; use 1 to {QUEUE_DEPTH_MAX}")
@@ -105,6 +108,7 @@ class DispatchQueue:
         self.policy: DispatchPolicy = policy or RoundRobin()
         self.metrics = metrics or DeviceMetrics()
         self.health = health or HealthMonitor()
+        self._clock = clock
         self.in_flight = 0
         self.in_flight_bytes = 0
         self.queued = 0
@@ -144,7 +148,7 @@ class DispatchQueue:
                 self._reads += op.extent_count
         self.queued += op.extent_count
 
-    def start(self, now_ns: int | None = None) -> None:
+    def start(self) -> None:
         """Send waiting operations to the drive as far as the depth allows, in one batch."""
         room = min(self.depth - self.in_flight, self.queued)
         bytes_max = self._bytes_max if self._reads else DRIVE_WRITE_BYTES_IN_FLIGHT_MAX
@@ -152,8 +156,7 @@ class DispatchQueue:
         urgent = self._urgent
         if room <= 0 or (bytes_room <= 0 and not urgent):
             return
-        if now_ns is None:
-            now_ns = time.monotonic_ns()
+        now_ns = self._clock()
         batch: list[IoOp] = []
         started, in_flight = self.started_by_flow, self.in_flight_by_flow
         total = 0
@@ -221,18 +224,16 @@ class DispatchQueue:
                 joined.append(op.whole)
         return joined
 
-    def pump(self, now_ns: int | None = None) -> list[IoOp]:
+    def pump(self) -> list[IoOp]:
         """Collect completions, start more; returns what completed, with `error` and `done_bytes` set. Never blocks."""
-        if now_ns is None:
-            now_ns = time.monotonic_ns()
         done = self.device.poll()
         if done:
-            self._account(done, now_ns)
+            self._account(done, self._clock())
             self._bytes_max = min(2 * self._bytes_max, DRIVE_BYTES_IN_FLIGHT_MAX)
             if self._parts:
                 done = self._join(done)
         if self.queued:
-            self.start(now_ns)
+            self.start()
         elif not self.in_flight:
             self._bytes_max = DRIVE_BYTES_AT_FIRST
         return done

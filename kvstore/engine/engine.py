@@ -475,7 +475,7 @@ class DriveEngine:
         self._waits.check(now_ns)
         if not self.store.log.idle:  # a delete that waited for a put: nothing else may wake us for a while
             self.store.log.pump()
-            self._queue.start(now_ns)
+            self._queue.start()
 
     def _warm(self) -> None:
         assert self._warming is not None

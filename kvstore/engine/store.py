@@ -320,7 +320,7 @@ class Store:
         """Move everything that can move: completions, placing, the log, eviction."""
         self._rested = self._rests
         later: list[IoOp] = []
-        for op in self._queue.pump(now_ns):
+        for op in self._queue.pump():
             if op.flow is FlowClass.BACKGROUND:
                 later.append(op)
             else:
@@ -337,22 +337,22 @@ class Store:
         self.allocator.spare_pages = self._spare_pages()
         if not self.reclaimer.running:  # it manages that room while it runs
             self.allocator.keep_spare_room()
-        self._write_on(now_ns)
+        self._write_on()
         if later:  # the drive has its next writes before an eviction goes on, which takes a millisecond
             for op in later:
                 op.owner(op)
-            self._write_on(now_ns)
+            self._write_on()
         self.writer.grant_waiting()
         self._rests = not self.writer.pending
         self._make_room()
         self.scrubber.poll(now_ns)
-        self._write_on(now_ns)
+        self._write_on()
 
-    def _write_on(self, now_ns: int) -> None:
+    def _write_on(self) -> None:
         """Give the drive what is complete."""
         self.appender.pump()
         self.log.pump()
-        self._queue.start(now_ns)
+        self._queue.start()
 
     def next_timer_ns(self) -> int | None:
         """When `poll` has something to do even if no operation completes."""

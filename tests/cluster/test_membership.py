@@ -397,7 +397,8 @@ def test_a_node_that_cannot_reach_etcd_is_fenced_before_others_give_it_up(shared
     async def body() -> None:
         async with cluster_on(shared_etcd, 0, 1) as cluster:
             first, second = cluster.nodes
-            await until(lambda: len(first.states()) == 2 and not any(node.member.fenced for node in cluster.nodes))
+            await until(lambda: len(first.states()) == 2 and first.view == second.view)
+            await until(lambda: not any(node.member.fenced for node in cluster.nodes))
             was_fenced = []
             first_changed = first.member._on_change
 
