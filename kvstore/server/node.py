@@ -17,7 +17,7 @@ from typing import Final
 from kvstore.doctor.start import log_start
 from kvstore.engine.identity import NO_CLUSTER, DriveContent
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.limits import SECOND_NS
+from kvstore.limits import SECOND_NS, SIGNAL_ECHO_NS
 from kvstore.server.access import Access
 from kvstore.server.addresses import bound_port, join_address, listen
 from kvstore.server.control import Control
@@ -104,6 +104,7 @@ class Node:
         self._http_edge = HttpEdge(self._fleet, access=self._access)
         self._workers: list[WorkerHandle] = []
         self._were_serving: set[WorkerHandle] = set()
+        self._told = self._told_ns = 0  # the signal that it drains for, and when it came
         self._errands: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -185,12 +186,16 @@ class Node:
         await self._pending_drops.make_up(self._workers)
 
     def _signalled(self, signum: int) -> None:
+        now_ns = time.monotonic_ns()
         if self._stop.is_set():
+            if self._told == signum and now_ns - self._told_ns < SIGNAL_ECHO_NS:
+                return
             log.warning("%s again: calls in progress are cut off", signal.Signals(signum).name)
             for worker in self._workers:
                 worker.kill()
             return
         log.info("%s: draining", signal.Signals(signum).name)
+        self._told, self._told_ns = signum, now_ns
         self._stop.set()
 
     def _hung_up(self) -> None:

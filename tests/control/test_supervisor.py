@@ -361,6 +361,18 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         assert process.wait_exit() == 0, process.log
 
 
+def test_the_same_signal_told_twice_still_drains(tmp_path: Path) -> None:
+    """What `timeout kvstore serve` does: to the process, and to its group."""
+    with ServeProcess(tmp_path) as process:
+        process.wait_ready()
+        process.terminate()
+        while "draining" not in process.log:
+            time.sleep(0.001)
+        process.terminate()
+        assert process.wait_exit() == 0, process.log
+        assert "again" not in process.log
+
+
 def test_sigterm_while_it_starts_exits_0(tmp_path: Path) -> None:
     with ServeProcess(tmp_path) as process:
         while not (tmp_path / "data").exists():
