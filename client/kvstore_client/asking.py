@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from kvstore.cluster.view import TargetId
@@ -115,18 +116,22 @@ def ask_places(
 def wait_places(core: ClientCore, lookup: Lookup) -> Verb[Answers[End]]:
     """Asks every place to wait until none of its records is pending, and answers as soon as none is pending anywhere.
 
-    A place is asked to say something each WAIT_SLICE_NS: one that does not is given up as it is by reads.
+    A place is asked to say something each WAIT_SLICE_NS, or quarter of the time that there is. One that does not is
+    given up as it is by reads.
     """
 
-    def ask(blob: bytes, left_ns: int) -> Message:
-        return Wait(namespace=lookup.namespace.digest, keys=blob, deadline_ns=min(left_ns, WAIT_SLICE_NS))
+    left_ns = lookup.deadline_ns - time.monotonic_ns()
+    slice_ns = min(WAIT_SLICE_NS, max(1, left_ns // 4))  # sooner than a place is given up that others do not need
 
-    is_last = _is_last_slice(lookup.deadline_ns)
+    def ask(blob: bytes, left_ns: int) -> Message:
+        return Wait(namespace=lookup.namespace.digest, keys=blob, deadline_ns=min(left_ns, slice_ns))
+
+    is_last = _is_last_slice(lookup.deadline_ns, slice_ns)
     found = yield from ask_places(core, lookup, ask, End, only_patience_ns=LAST_SILENCE_NS)
     asker = _Asker(core, lookup, ask, End, has_statuses=True)
     while found.is_pending and not is_last:
         yield RETRY_BACKOFF_NS_MIN  # a node that does not wait, for whatever reason, is not to be asked all the time
-        is_last = _is_last_slice(lookup.deadline_ns)
+        is_last = _is_last_slice(lookup.deadline_ns, slice_ns)
         again = [
             at for at, told in enumerate(found.told) if found.jobs[at].failure is None and MissReason.PENDING in told
         ]
@@ -149,8 +154,8 @@ def note_found(core: ClientCore, lookup: Lookup, answers: Answers[A]) -> None:
         core.found.note(lookup.namespace.digest, lookup.chain.digests, found)
 
 
-def _is_last_slice(deadline_ns: int) -> bool:
-    return deadline_ns - time.monotonic_ns() <= WAIT_SLICE_NS
+def _is_last_slice(deadline_ns: int, slice_ns: int) -> bool:
+    return deadline_ns - time.monotonic_ns() <= slice_ns
 
 
 def _gathered(plan: RecordPlan, where: ChainPlaces | None, jobs: Sequence[KeysJob[A]]) -> Answers[A]:
@@ -159,6 +164,32 @@ def _gathered(plan: RecordPlan, where: ChainPlaces | None, jobs: Sequence[KeysJo
         known = job.statuses()
         told.append(bytes([miss_reason(job.failure)]) * len(job.batch.records) if known is None else known)
     return Answers(where=where, plan=plan, jobs=tuple(jobs), told=tuple(told), statuses=gather_statuses(plan, told))
+
+
+class _Hurry(Generic[A]):
+    """Called with each job that is through: one that still runs, and whose records others have found by now, is given
+    up when it says nothing for `silence_ns`; until the deadline nobody would gain anything by it."""
+
+    def __init__(self, jobs: Sequence[KeysJob[A]], silence_ns: int) -> None:
+        self._left = list(jobs)
+        self._silence_ns = silence_ns
+        self._found: set[int] = set()
+
+    def __call__(self, ended: Job) -> Sequence[Job]:
+        """See `Follow`."""
+        for job in [job for job in self._left if job is ended]:
+            self._left.remove(job)
+            if job.failure is None:
+                told = job.statuses() or b""
+                found = zip(job.batch.records, told, strict=True)
+                is_whole = told.count(HIT) == len(told)
+                self._found.update(job.batch.records if is_whole else [at for at, one in found if one in _FOUND])
+        now_ns = time.monotonic_ns()
+        for job in self._left:
+            records = job.batch.records
+            if not job.silence_ns and records[0] in self._found and self._found.issuperset(records):
+                job.hurry(self._silence_ns, now_ns)
+        return ()
 
 
 class _Asker(Generic[A]):
@@ -170,6 +201,7 @@ class _Asker(Generic[A]):
         self._ask = ask
         self._answer = answer
         self._has_statuses = has_statuses
+        self._silence_ns = min(PLACE_SILENCE_NS, max(1, (lookup.deadline_ns - time.monotonic_ns()) // 2))
 
     def plan(self, where: ChainPlaces | TargetId) -> RecordPlan:
         """Who is asked for what."""
@@ -182,11 +214,14 @@ class _Asker(Generic[A]):
         for job in jobs:
             job.patience_ns = patience_ns
         if jobs:
-            is_needed = (lambda failed: self._is_needed(failed, jobs)) if self._has_statuses else None
-            yield from attempt(self._core, jobs, is_needed=is_needed)
+            if self._has_statuses:
+                is_needed = partial(self._is_needed, jobs)
+                yield from attempt(self._core, jobs, is_needed=is_needed, follow=_Hurry(jobs, self._silence_ns))
+            else:
+                yield from attempt(self._core, jobs)
         return jobs
 
-    def _is_needed(self, failed: Job, jobs: Sequence[KeysJob[A]]) -> bool:
+    def _is_needed(self, jobs: Sequence[KeysJob[A]], failed: Job) -> bool:
         """Whether some record of a job that failed was found by no other one."""
         found: set[int] = set()
         for job in jobs:

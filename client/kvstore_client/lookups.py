@@ -58,7 +58,9 @@ class KeysJob(Job, Generic[A]):
         self.answers.clear()
         assert connection.welcome is not None
         self.boot_id = connection.welcome.boot_id
-        for piece in split_records(self.batch, items_max=connection.welcome.batch_items_max):
+        for number, piece in enumerate(split_records(self.batch, items_max=connection.welcome.batch_items_max)):
+            if number:
+                self.arm(connection)
             answer = yield from connection.ask(self._ask(piece.keys, left_ns(self)), self._answer)
             statuses = statuses_in(answer)
             if len(statuses) != len(piece.records) and (statuses or self._has_statuses):

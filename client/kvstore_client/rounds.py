@@ -224,7 +224,7 @@ def settle(core: ClientCore, link: TargetLink, job: Job, connection: Connection,
         core.counters.connections_broken += 1
         connection.close()  # whatever is still to come, comes by that way
         job.is_stale = isinstance(failure, Unavailable)  # there is another way: at once, by that
-    elif job.is_cut and job.retries_max:
+    elif job.is_cut and job.retries_max and not job.silence_ns:
         link.drop_idle()  # slow or dead? The next try begins with a HELLO, which a live node answers at once
     elif isinstance(failure, Unavailable | DeadlineExceeded) and is_silence(job, connection, now_ns):
         if link.breaker.silent(job.started_ns, now_ns):

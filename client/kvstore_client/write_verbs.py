@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kvstore.cluster.view import TargetId
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
-from kvstore.limits import COPIES_MAX, DIGEST_BYTES, LAST_SILENCE_NS, PLANS_PER_CALL_MAX
+from kvstore.limits import COPIES_MAX, DIGEST_BYTES, LAST_SILENCE_NS
 from kvstore.types.keys import KeyChain
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
@@ -33,6 +33,9 @@ from kvstore_client.planner import (
 from kvstore_client.regions import Region, region_of
 from kvstore_client.rounds import Job, Verb, ensure_view, refresh_view
 from kvstore_client.topology import places_of
+
+_TELL_ALL = frozenset({HIT, int(MissReason.ABSENT)})
+"""What may be said of a deleted key only when all of its places have been asked."""
 
 
 def store(
@@ -82,7 +85,7 @@ def delete(
 
     A key is a hit when its dense record was there, and is left nowhere that could be asked. Targets that the view calls
     down are asked too: one that answers reads would go on giving it. When an answer names a newer view, its places are
-    asked as well: they may have the keys.
+    asked as well: they may have the keys. Where the deadline comes before that, nothing is told as deleted or absent.
     """
     layout = namespace.layout
     chain = as_chain(keys, chunks_per_run=layout.chunks_per_run)
@@ -90,7 +93,7 @@ def delete(
     was_there = [False] * len(chain)
     found: Sequence[int] = ()
     yield from ensure_view(core, deadline_ns)
-    for _ in range(PLANS_PER_CALL_MAX):
+    while True:
         view = core.view
         statuses, some = yield from _delete_by_view(core, namespace, chain, chosen, deadline_ns)
         # deleted by the older view, if only somewhere, and so absent by the newer one
@@ -99,7 +102,10 @@ def delete(
         ]
         was_there = [before or status == HIT for before, status in zip(was_there, some, strict=True)]
         yield from ensure_view(core, deadline_ns)
-        if core.view is view or time.monotonic_ns() >= deadline_ns:
+        if core.view is view:
+            break
+        if time.monotonic_ns() >= deadline_ns:
+            found = [MissReason.DEADLINE if status in _TELL_ALL else status for status in found]
             break
     return [Hit(length_bytes=0) if status == HIT else miss_of(status) for status in found]
 
@@ -137,7 +143,7 @@ def _delete_by_view(
         elif len(jobs) > 1:
             job.patience_ns = LAST_SILENCE_NS
     if jobs:
-        yield from attempt(core, jobs)
+        yield from attempt(core, jobs, plans_again=True)
         jobs = [job for job in jobs if not (job.target in where.down and _has_no_say(core, job))]
         plan = replace(plan, batches=tuple(job.batch for job in jobs))
     answers = [

@@ -216,6 +216,44 @@ def test_a_place_that_is_silent_for_half_of_a_short_deadline_is_not_asked_again(
             go_on.set()
 
 
+@pytest.mark.parametrize("way", ["match", "contains", "wait"])
+def test_a_lookup_gives_up_one_frozen_place_before_its_deadline_when_others_have_told_all(
+    cluster, monkeypatch, way
+) -> None:
+    cluster.show(copies=2)
+    real, hurried, go_on = Job.hurry, [], threading.Event()
+
+    def hurry(job: Job, silence_ns: int, now_ns: int) -> None:
+        hurried.append((job, silence_ns))
+        real(job, silence_ns, now_ns)
+
+    monkeypatch.setattr(Job, "hurry", hurry)
+    monkeypatch.setattr("kvstore_client.asking.PLACE_SILENCE_NS", 60 * SECOND_NS)
+    monkeypatch.setattr("kvstore_client.rounds.BREAKER_SILENCE_NS", SECOND_NS)
+    monkeypatch.setattr("kvstore_client.retry.BREAKER_SILENCE_NS", SECOND_NS)
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+        assert all(ns.contains(KEYS))
+        hurried.clear()
+        cluster.nodes[1].script = lambda link, frame: bool(go_on.wait(60)) and False
+        cluster.clear_calls()
+        try:
+            if way == "match":
+                with ns.match(KEYS, deadline=4) as found:
+                    assert found.chunks == COUNT
+            else:
+                assert {bool(one) for one in getattr(ns, way)(KEYS, deadline=4)} == {True}
+            ((job, silence_ns),) = hurried
+            assert job.target == "t1"
+            assert silence_ns <= 2 * SECOND_NS, "half of what was left"
+            assert job.is_cut, "it was waited for until the deadline"
+            assert len(cluster.nodes[1].calls) == 1, "nobody needs what it says"
+            assert client.stats()["breaker_opened"] == 1, "the next lookup does not ask it"
+        finally:
+            go_on.set()
+
+
 @pytest.mark.usefixtures("long_patience")
 @pytest.mark.parametrize("trouble", ["absent", "broken"])
 def test_what_one_place_did_not_bring_is_asked_of_the_next_beside_a_slow_one(cluster, trouble) -> None:

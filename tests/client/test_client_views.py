@@ -9,13 +9,15 @@ import time
 import pytest
 
 from kvstore.cluster.view import View
-from kvstore.errors import Unavailable
+from kvstore.errors import StaleView, Unavailable
 from kvstore.limits import PLACE_SILENCE_NS, PULL_NS_MAX, SECOND_NS, VIEW_OLDER_NS
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
+from kvstore.types.results import MissReason
 from kvstore.wire.codec import unpack_plain
+from kvstore.wire.failures import code_of
 from kvstore.wire.header import FrameType
-from kvstore.wire.messages import Match, MatchReply
+from kvstore.wire.messages import ErrorReply, Match, MatchReply
 from kvstore_client import Hit, KVClient, Miss, Stored
 from kvstore_client import core as core_module
 from kvstore_client.connection import Connection
@@ -167,6 +169,47 @@ def test_what_is_deleted_or_dropped_by_an_old_view_is_gone_from_the_new_places_t
             assert behind.namespace(dropped).drop()
             assert not any(client.namespace(dropped).contains(dropped_keys))
             assert not any(one.records for one in cluster.nodes)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_delete_follows_each_newer_view_that_it_hears_of(cluster, refuses) -> None:
+    """Also when another one comes while it follows the first, and when a node refuses what was planned before it."""
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        client.namespace(NAMESPACE).put(KEYS, PAYLOADS)
+    cluster.show(states={1: "away", 2: "away"})
+    with KVClient.connect(cluster.nodes[0].address, deadline=60) as behind:
+        assert len(behind.session().core.target_ids()) == 1
+        later = [{}, {2: "away"}]
+
+        def changes(link, frame) -> bool:
+            if frame.type is not FrameType.DELETE:
+                return False
+            if later:
+                cluster.show(states=later.pop())
+                if refuses:
+                    error = StaleView("the delete was planned with an older view")
+                    link.send(frame, ErrorReply(code=code_of(error), text=str(error), closing=False))
+                    return True
+            return False
+
+        cluster.nodes[0].script = changes
+        assert {type(one) for one in behind.namespace(NAMESPACE).delete(KEYS)} == {Hit}
+        assert not later
+        assert not any(one.records for one in cluster.nodes)
+
+
+def test_a_delete_tells_nothing_of_places_that_it_had_no_time_for(cluster) -> None:
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        ns = client.namespace(NAMESPACE)
+        ns.put(KEYS, PAYLOADS)
+
+        def changes(link, frame) -> bool:
+            if frame.type is FrameType.DELETE:
+                cluster.show()  # each time: it never has the newest one
+            return False
+
+        cluster.nodes[0].script = changes
+        assert {one.reason for one in ns.delete(KEYS, deadline=0.5)} == {MissReason.DEADLINE}
 
 
 def test_a_drop_that_nobody_was_told_of_has_failed(cluster) -> None:
