@@ -28,7 +28,7 @@ from kvstore.limits import (
     SLICE_BYTES_MAX,
     SLICES_PER_FRAME_MAX,
 )
-from kvstore.types.checksum import block_count, crc_table_fragments
+from kvstore.types.checksum import block_count, crc_table_far, crc_table_fragments
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import RefusedReason
 from kvstore.wire.header import FrameType
@@ -140,6 +140,8 @@ class OutgoingRecord:
         """CRC words of a part that begins at a block, and lies in `views`. Of several copies the first makes them."""
         known = self._shared_crcs
         if known is None:
+            if len(views) == 1:
+                return crc_table_far(views[0], self.block_bytes)
             return crc_table_fragments(views, self.block_bytes) if views else b""
         words = known.get((offset, length_bytes))
         if words is None:

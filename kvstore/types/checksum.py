@@ -84,6 +84,13 @@ def crcs_match_far(payload: memoryview, block_bytes: int, crcs: bytes | memoryvi
     return _sums.match(payload, block_bytes, crcs)
 
 
+def crc_table_far(payload: memoryview, block_bytes: int) -> bytes:
+    """As `crc_table` of a flat view, of bytes that this core's cache has not seen; see `crcs_match_far`."""
+    if not IS_COMPILED or len(payload) < _FAR_BLOCKS_MIN * block_bytes:
+        return crc_table(payload, block_bytes)
+    return _sums.table(payload, block_bytes)
+
+
 @lru_cache(maxsize=64)
 def _blocks(length_bytes: int, block_bytes: int) -> tuple[struct.Struct, tuple[slice, ...]]:
     """Where the blocks of so many bytes lie, and the form of their table."""

@@ -104,6 +104,7 @@ def test_far_bytes_match_the_table_of_their_own_and_no_other(
     monkeypatch.setattr(checksum, "IS_COMPILED", is_compiled)
     data = bytearray(random.Random(length).randbytes(length))
     view, table = memoryview(data), crc_table(data, block)
+    assert checksum.crc_table_far(view, block) == table
     assert checksum.crcs_match_far(view, block, table)
     assert checksum.crcs_match_far(view, block, memoryview(table))
     assert not checksum.crcs_match_far(view, block, table + bytes(4))
@@ -116,6 +117,8 @@ def test_far_bytes_match_the_table_of_their_own_and_no_other(
         data[at] ^= 16
 
 
-def test_the_compiled_check_refuses_blocks_of_nothing() -> None:
+def test_the_compiled_part_refuses_blocks_of_nothing() -> None:
     with pytest.raises(ValueError, match="at least one byte"):
         _sums.match(b"1234", 0, b"")
+    with pytest.raises(ValueError, match="at least one byte"):
+        _sums.table(b"1234", 0)
