@@ -48,7 +48,12 @@ class RdmaWish:
 
 
 class RdmaService:
-    """See the module. The worker's loop calls `on_ready` when `fileno()` is readable, and `sweep` now and then."""
+    """See the module. The worker's loop calls `on_ready` when `fileno()` is readable, and `sweep` now and then.
+
+    Attributes:
+        pairs: of all clients.
+        metrics, clock: as given.
+    """
 
     def __init__(self, rail: Rail, metrics: RdmaMetrics, clock: Callable[[], int]) -> None:
         """
@@ -61,7 +66,7 @@ class RdmaService:
         self.metrics = metrics
         self._rail = rail
         self._staging = Staging(rail)
-        self._clock = clock
+        self.clock = clock
         self._is_gone = False
 
     def fileno(self) -> int:
@@ -96,7 +101,7 @@ class RdmaService:
         if self._is_gone:
             return None
         assert connection.client is not None, "the session admits no request before HELLO"
-        return self.pairs.ready(connection.client.id, lane_of(connection.flow), self._clock())
+        return self.pairs.ready(connection.client.id, lane_of(connection.flow), self.clock())
 
     def check(self) -> None:
         """Raises Unavailable once the device is gone."""
@@ -145,13 +150,14 @@ class RdmaService:
 class Holding:
     """A connection as its channel sees it (`node_channel.Holder`)."""
 
-    __slots__ = ("_connection", "_service", "guard", "moved")
+    __slots__ = ("_connection", "_service", "guard", "moved", "now_ns")
 
     def __init__(self, service: RdmaService, connection: Connection) -> None:
         self._service = service
         self._connection = connection
         self.moved = connection.request_send
         self.guard = connection.guard
+        self.now_ns = service.clock
 
     def pair(self) -> Pair | None:
         """See `Holder.pair`."""

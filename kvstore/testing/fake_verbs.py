@@ -411,6 +411,7 @@ class FakePair:
 
     def close(self) -> None:
         """See `QueuePair.close`."""
+        self.device.hardware.check("destroy_qp", f"queue pair {self.number}")
         self.device.hardware.is_letting_go.wait()
         if self.device.fabric.pairs.pop(self.number, None) is not None:
             self.current = PairState.ERROR

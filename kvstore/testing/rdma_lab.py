@@ -102,6 +102,9 @@ class LabNode(RdmaNodeChannel):
     def pair(self) -> Pair | None:
         return self.pairs.ready(CLIENT_ID, Lane.FOREGROUND, 0)
 
+    def now_ns(self) -> int:
+        return 0
+
     def moved(self) -> None:
         """A test turns until it has what it waits for."""
 

@@ -12,7 +12,7 @@ import pytest
 from kvstore.errors import Unavailable
 from kvstore.limits import PAIR_BACKOFF_NS_MIN, SLICE_BYTES_MAX, KiB, MiB
 from kvstore.testing.rdma_lab import CLIENT_ID, LabClient, LabNode, client_rail, node_rail, turn_until
-from kvstore.testing.transport_suite import Client, Conditions, Fetched, TransportSuite
+from kvstore.testing.transport_suite import Client, Conditions, Fetched, Joint, TransportSuite
 from kvstore.testing.verbs_suite import Ground
 from kvstore.transport.base import Landing, NodeChannel
 from kvstore.transport.rdma.marks import Lane
@@ -100,6 +100,12 @@ class RdmaSuite(TransportSuite):
         """See `TransportSuite.join`."""
         self._joints.append(RdmaJoint(self._ground, conditions))
         return self._joints[-1]
+
+    def settle(self, joint: Joint) -> None:
+        """See `TransportSuite.settle`."""
+        assert isinstance(joint, RdmaJoint)
+        rail = joint.lab.rail
+        assert rail.close_pairs(10**11), "a queue pair was not destroyed"
 
     @pytest.mark.parametrize("turns", [0, 1, 2, 5, 20])
     def test_memory_is_not_written_after_unfetch(self, turns: int) -> None:

@@ -49,7 +49,10 @@ class Channel(Protocol):
         """Queues a message."""
 
     def close(self) -> None:
-        """Closes; every `on_sent` that is outstanding is called. Idempotent."""
+        """Closes; every `on_sent` that is outstanding is called: of what a device moves, once it does no longer.
+
+        Idempotent.
+        """
 
 
 class Landing(NamedTuple):

@@ -19,6 +19,7 @@ from kvstore.testing.plane_lab import LabClient, PlaneLab
 from kvstore.testing.rdma_lab import client_rail, node_rail
 from kvstore.testing.rdma_town import GID_INDEX, gid
 from kvstore.transport.base import Landing
+from kvstore.transport.rdma import node_channel
 from kvstore.transport.rdma.client_lane import ClientLane
 from kvstore.transport.rdma.marks import Lane
 from kvstore.transport.rdma.pair_offer import PairOffer
@@ -224,6 +225,45 @@ def test_a_cancel_that_comes_behind_the_end_frees_the_other_calls_as_well(bench:
     assert second.expect(Lost).status == Status.FLUSHED
     assert second.end_get() == (b"\0", {0: VALUE})
     second.close()
+
+
+def test_a_connection_that_ends_behind_the_end_frees_the_other_calls_as_well(bench: Bench) -> None:
+    """Its client may have given up a call whose END it has not read, and closed its end of the pair."""
+    bench.pair()
+    first, second = bench.client, bench.greet()
+    bench.client = second
+    bench.describe()
+    bench.start_get(Place(1, 512 * KiB, len(VALUE)))
+    assert second.receive().type is FrameType.PLACED
+    assert second.expect(End).statuses == b"\0"
+    bench.fabric.hold()
+    bench.client = first
+    bench.start_get(Place(1, 0, len(VALUE)))
+    for _ in range(20):
+        bench.lab.turn()
+    second.close()
+    assert first.expect(Lost).status == Status.FLUSHED
+    assert first.end_get() == (b"\0", {0: VALUE})
+
+
+def test_a_connection_that_ends_long_after_its_calls_leaves_the_pair(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.pair()
+    second = bench.greet()
+    first, bench.client = bench.client, second
+    bench.describe()
+    bench.start_get(Place(1, 512 * KiB, len(VALUE)))
+    assert second.receive().type is FrameType.PLACED
+    assert second.expect(End).statuses == b"\0"
+    monkeypatch.setattr(node_channel, "PAIR_UNANSWERED_NS", 0)
+    second.close()
+    for _ in range(20):
+        bench.lab.turn()
+    bench.client = first
+    bench.start_get(Place(1, 0, len(VALUE)))
+    assert first.receive().type is FrameType.PLACED
+    assert first.expect(End).statuses == b"\0"
 
 
 def test_a_put_in_frames_is_checked_in_one_go(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

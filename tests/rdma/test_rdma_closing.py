@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import itertools
 import os
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -17,11 +20,16 @@ from kvstore.testing.rdma_town import gid
 from kvstore.testing.transport_suite import Client, Fetched
 from kvstore.testing.verbs_suite import Ground
 from kvstore.transport.base import Landing
+from kvstore.transport.rdma import closing, pair_handle
 from kvstore.transport.rdma.client_lane import ClientLane
 from kvstore.transport.rdma.marks import Lane, mark_of
 from kvstore.transport.rdma.pair_handle import destroy_unlocked
 from kvstore.transport.rdma.pair_queue import PairQueue, Transfer
-from kvstore.transport.rdma.verbs import Work
+from kvstore.transport.rdma.pairs import PairTable
+from kvstore.transport.rdma.rail import Pair
+from kvstore.transport.rdma.regions import address_of
+from kvstore.transport.rdma.statuses import Status
+from kvstore.transport.rdma.verbs import SUCCESS, Access, Work
 
 
 class Bed:
@@ -33,6 +41,14 @@ class Bed:
 
     def join(self) -> RdmaJoint:
         return RdmaJoint(Ground(verbs=self.fabric, names=("node0", "client0"), gid_index=3), USUAL)
+
+
+def give(joint: RdmaJoint, item: int, data: bytes) -> list[int]:
+    """Delivers an item; what is returned has a member once its memory is given back."""
+    sent: list[int] = []
+    view = memoryview(bytearray(data))
+    joint.lab.deliver([slice_of(item, data)], [view], 1, payload_bytes=len(data), on_sent=lambda: sent.append(1))
+    return sent
 
 
 @pytest.fixture
@@ -92,6 +108,117 @@ def test_a_landing_is_given_back_when_its_work_is_flushed_or_its_pair_destroyed(
     joint.close()
 
 
+@pytest.mark.parametrize("is_flushing", [True, False])
+@pytest.mark.parametrize("by", ["halt", "close"])
+def test_memory_that_is_written_from_is_given_back_when_it_is_quiet(bed: Bed, by: str, is_flushing: bool) -> None:
+    """Else what lies there next could still be sent."""
+    joint = bed.join()
+    joint.receive_into(Client().views)
+    bed.fabric.hold()
+    sent = give(joint, 3, b"a" * 4096)
+    bed.node.is_flushing = is_flushing
+    bed.node.is_letting_go.clear()
+    if by == "halt":
+        joint.lab.halt()
+    else:
+        joint.lab.close()
+    assert not sent, "the device may still read it"
+    for _ in range(5):
+        joint.lab.rail.on_readable()
+    assert sent == ([1] if is_flushing else [])
+    bed.node.is_letting_go.set()
+    turn_until([], lambda: bool(joint.lab.rail.on_readable() or sent))
+    assert sent == [1]
+    joint.close()
+
+
+def test_a_failure_of_ours_sends_at_once_and_gives_back_later(bed: Bed) -> None:
+    """Frames need not wait until the device is through with the memory; whoever wants it for other bytes must."""
+    joint = bed.join()
+    memory = Client()
+    joint.receive_into(memory.views)
+    bed.fabric.hold()
+    sent = give(joint, 3, b"a" * 4096)
+    bed.node.is_flushing = False
+    bed.node.is_letting_go.clear()
+    bed.node.refusals["post_send"] = deque([errno.ENOMEM])
+    late = give(joint, 4, b"b" * 4096)
+    turn_until([joint.lab, joint.client], lambda: len(joint.arrived) == 2)
+    assert memory.data(3, 4096) + memory.data(4, 4096) == b"a" * 4096 + b"b" * 4096
+    for _ in range(5):
+        joint.lab.turn()
+    assert (sent, late) == ([], [])
+    bed.node.is_letting_go.set()
+    turn_until([joint.lab], lambda: bool(sent and late))
+    joint.close()
+
+
+def test_a_pair_that_the_device_does_not_destroy_is_still_there(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closing, "PAIR_DESTROY_AGAIN_NS", 1_000_000)
+    joint = bed.join()
+    memory = memoryview(bytearray(4096))
+    joint.offer(0, [memoryview(b"a" * 4096)])
+    bed.fabric.hold()
+    joint.lab.fetch([Landing(item=0, buffer=memory)], 1, Fetched())
+    quiet: list[int] = []
+    bed.node.is_flushing = False
+    bed.node.is_letting_go.clear()
+    bed.node.refusals["destroy_qp"] = deque([errno.EBUSY])
+    joint.lab.unfetch(lambda: quiet.append(1))
+    turn_until([joint.lab], lambda: not bed.node.refusals["destroy_qp"])
+    assert not joint.lab.rail.close_pairs(within_ns=50_000_000), "it is asked again, and takes its time"
+    assert joint.lab.rail.dying_count == 1
+    assert not quiet
+    bed.node.is_letting_go.set()
+    turn_until([joint.lab], lambda: bool(quiet))
+    assert not joint.lab.rail.dying_count
+    joint.close()
+
+
+@pytest.mark.parametrize("has_ended_well", [True, False])
+def test_what_an_old_pair_left_says_nothing_of_one_with_its_number(bed: Bed, has_ended_well: bool) -> None:
+    """Devices use numbers again, and not all of them take completions out of the queue when a pair is destroyed."""
+    rail, remote = node_rail(bed.fabric, "node0", 3), client_rail(bed.fabric, "client0", 3)
+    table = PairTable(rail)
+    source, into = memoryview(b"a" * 64), memoryview(bytearray(64))
+    there = remote.register(address_of(source), 64, Access.REMOTE_READ)
+    here = rail.register(address_of(into), 64, Access.LOCAL_WRITE)
+    piece = (here.address, 64, here.local_key, there.address, there.remote_key)
+
+    def read(ends: list[int]) -> tuple[Pair, ClientLane]:
+        lane = ClientLane(remote, Lane.FOREGROUND)
+        lane.answer(table.open(b"client", Lane.FOREGROUND, lane.begin(0), 0), 0)
+        pair = table._entries[b"client", Lane.FOREGROUND].pair
+        pair.submit(Transfer(Work.READ, [piece], ends.append))
+        return pair, lane
+
+    first_ends: list[int] = []
+    second_ends: list[int] = []
+    bed.fabric.is_held = not has_ended_well
+    first, lane = read(first_ends)
+    number = first.number
+    lane.close()
+    first.close(wait_ns=10**10)
+    bed.fabric.hold()
+    into[:] = bytes(64)
+    bed.fabric._next_number = number - 2  # the client's is made before it
+    second, lane = read(second_ends)
+    assert second.number == number
+    rail.on_readable()
+    assert (first_ends, second_ends) == ([Status.FLUSHED], [])
+    assert second.is_usable
+    bed.fabric.release()
+    rail.on_readable()
+    assert second_ends == [SUCCESS]
+    assert into == source
+    lane.close()
+    for region in (there, here):
+        region.close()
+    table.close()
+    rail.close()
+    remote.close()
+
+
 def test_a_broken_pair_that_cannot_be_destroyed_costs_its_calls_nothing(bed: Bed) -> None:
     """What was to be fetched goes in frames once it is flushed."""
     joint = bed.join()
@@ -142,8 +269,8 @@ def test_so_many_pairs_may_be_on_their_way_out(bed: Bed) -> None:
     assert not bed.fabric.regions
 
 
-def test_what_is_read_into_our_memory_ends_last() -> None:
-    queue = PairQueue(fence=(0xF000, 99), requests_max=100)
+def test_what_was_posted_is_quiet_last() -> None:
+    queue = PairQueue(fence=(0xF000, 99), ids=itertools.count(1), requests_max=100)
     piece = (0, 10, 1, 70, 2)
     transfers = [Transfer(kind, [piece] * count, lambda status: None) for kind, count in _MIX]
     for transfer in transfers:
@@ -152,11 +279,11 @@ def test_what_is_read_into_our_memory_ends_last() -> None:
     while (chain := queue.next_chain(1 << 20)) is not None:
         chains.append(chain)
     posted = queue.posted
-    reads = [one for one in transfers if one.kind is Work.READ and one.pieces_posted]
-    assert queue.leave() == [one for one in transfers if one not in reads]
+    flying = [one for one in transfers if one.pieces_posted]
+    ended = [(one, one not in flying) for one in transfers if one not in flying or one.kind is Work.WRITE]
+    assert queue.leave() == ended
     assert queue.posted == posted, "their completions still come"
-    ended = [one for chain in chains if (one := queue.flushed(chain.work_id)) is not None]
-    assert ended == reads
+    assert [one for chain in chains if (one := queue.flushed(chain.work_id)) is not None] == flying
     assert queue.drain() == []
 
 
@@ -179,6 +306,20 @@ class _Holder:
     """An object of a library, with words in it that are no pointers."""
 
     __slots__ = ("first", "second")
+
+
+class _Refusing:
+    """A library whose device destroys nothing."""
+
+    def ibv_destroy_qp(self, handle: ctypes.c_void_p) -> int:
+        return errno.EBUSY
+
+
+def test_a_handle_that_the_device_kept_is_there_for_the_next_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_handle, "_library", _Refusing)
+    held = _Handle(qp_num=77, qp_type=2)  # an object of ctypes holds a pointer to its memory
+    assert [destroy_unlocked(held, 77) for _ in range(2)] == [errno.EBUSY] * 2
+    assert held.qp_num == 77
 
 
 def test_an_object_without_a_handle_is_left_to_its_library() -> None:

@@ -6,6 +6,7 @@ Software RDMA in a virtual machine says nothing about this cost nor about throug
 from __future__ import annotations
 
 import importlib
+import itertools
 import statistics
 import tempfile
 import time
@@ -54,7 +55,7 @@ def run(*, quick: bool, folder: Path, only: str) -> Iterator[Row]:
 def _requests_of(record_bytes: int) -> Row:
     """What a MiB read in records of one length, each in one region, takes: counted, not timed."""
     pieces: list[Piece] = [(at, record_bytes, 7, 2 * at, 9) for at in range(0, FRAME_AIM_BYTES, record_bytes)]
-    queue = PairQueue(fence=(0, 0))
+    queue = PairQueue(fence=(0, 0), ids=itertools.count(1))
     queue.add(Transfer(Work.WRITE, pieces, lambda status: None))
     counts = []
     while (chain := queue.next_chain(1 << 20)) is not None:
@@ -73,7 +74,7 @@ def _poster(pair: QueuePair, pieces: list[Piece]) -> Callable[[], None]:
 
 def _transfer(pair: QueuePair, pieces: list[Piece]) -> Callable[[], None]:
     """As a rail does it: through the queue, with the fence of a write, and the two completions."""
-    queue = PairQueue(fence=(0, 0))
+    queue = PairQueue(fence=(0, 0), ids=itertools.count(1))
 
     def ignore(status: int) -> None:
         del status

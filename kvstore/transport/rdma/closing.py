@@ -1,7 +1,8 @@
 """Queue pairs are destroyed in a thread of their own: it may take long, and whoever owns the loop must not wait for it.
 
 A queue pair that is to go is put into the error state first, at once, so that it moves nothing new; what was posted is
-flushed then. Destroying it says for certain that no device touches any memory for it.
+flushed then. Destroying it says for certain that no device touches any memory for it. A device that refuses is asked
+again: until then the queue pair counts as being there.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import deque
 
+from kvstore.limits import PAIR_DESTROY_AGAIN_NS
 from kvstore.transport.rdma.pair_queue import PairQueue
 from kvstore.transport.rdma.verbs import QueuePair, VerbsFailure
 
@@ -27,7 +30,7 @@ class Dying:
         posted: work requests that it held room for.
     """
 
-    __slots__ = ("_is_gone", "number", "pair", "posted", "queue")
+    __slots__ = ("_is_gone", "_was_refused", "number", "pair", "posted", "queue")
 
     def __init__(self, pair: QueuePair, transfers: PairQueue) -> None:
         self.pair = pair
@@ -35,17 +38,22 @@ class Dying:
         self.queue = transfers
         self.posted = transfers.posted
         self._is_gone = threading.Event()
+        self._was_refused = False
 
     def wait(self, within_ns: int) -> bool:
         """Until it is destroyed; False when that takes longer."""
         return self._is_gone.wait(within_ns / 1e9)
 
-    def destroy(self) -> None:
-        """Does so. What the device refuses is logged: there is nothing else to be done about it."""
+    def destroy(self) -> bool:
+        """Does so; False when the device refuses, which is said once."""
         try:
             self.pair.close()
         except VerbsFailure as failure:
-            log.warning("a queue pair that is not used any more stays: %s", failure)
+            if not self._was_refused:
+                log.warning("a queue pair that is not used any more stays for now, with its memory: %s", failure)
+            self._was_refused = True
+            return False
+        return True
 
     def tell(self) -> None:
         """It is destroyed, and `Closer.take` gives it."""
@@ -91,8 +99,18 @@ class Closer:
             self._event = -1
 
     def _run(self) -> None:
-        while (dying := self._waiting.get()) is not None:
-            dying.destroy()
+        refused: deque[tuple[Dying, int]] = deque()  # in the order of when to ask again
+        while True:
+            wait_s = max(0, refused[0][1] - time.monotonic_ns()) / 1e9 if refused else None
+            try:
+                dying = self._waiting.get(timeout=wait_s)
+            except queue.Empty:
+                dying, _ = refused.popleft()
+            if dying is None:
+                return
+            if not dying.destroy():
+                refused.append((dying, time.monotonic_ns() + PAIR_DESTROY_AGAIN_NS))
+                continue
             self._gone.append(dying)
             os.eventfd_write(self._event, 1)
             dying.tell()

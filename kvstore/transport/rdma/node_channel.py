@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 from kvstore.errors import Overloaded, Unavailable
-from kvstore.limits import FRAME_AIM_BYTES, RDMA_MOVING_BYTES_MAX, SLICES_PER_FRAME_MAX
+from kvstore.limits import FRAME_AIM_BYTES, PAIR_UNANSWERED_NS, RDMA_MOVING_BYTES_MAX, SLICES_PER_FRAME_MAX
 from kvstore.telemetry.metrics import RdmaMetrics
 from kvstore.transport.base import FetchEvents, Landing
 from kvstore.transport.rdma.pair_queue import Transfer
@@ -39,6 +39,9 @@ class Holder(Protocol):
     def pair(self) -> Pair | None:
         """The queue pair that carries payload now."""
 
+    def now_ns(self) -> int:
+        """Monotonic."""
+
     def moved(self) -> None:
         """A transfer has ended: there may be room, or something to send."""
 
@@ -49,13 +52,28 @@ class Holder(Protocol):
 class _Moving:
     """A transfer on its way. `is_forgotten` once its channel has no interest in how it ends; only that it did."""
 
-    __slots__ = ("is_forgotten", "length_bytes", "on_quiet", "on_sent")
+    __slots__ = ("_is_quiet", "_waiting", "is_forgotten", "length_bytes", "on_sent")
 
     def __init__(self, length_bytes: int, on_sent: Callable[[], None] | None) -> None:
         self.length_bytes = length_bytes
         self.on_sent = on_sent  # None for what is being fetched
-        self.on_quiet: Callable[[], None] | None = None
         self.is_forgotten = False
+        self._is_quiet = False
+        self._waiting: list[Callable[[], None]] = []
+
+    def quieted(self) -> None:
+        """No device touches its memory any more."""
+        self._is_quiet = True
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call()
+
+    def when_quiet(self, call: Callable[[], None]) -> None:
+        """Calls it once the memory is quiet; at once when it is."""
+        if self._is_quiet:
+            call()
+        else:
+            self._waiting.append(call)
 
 
 class RdmaNodeChannel(TcpNodeChannel):
@@ -68,6 +86,7 @@ class RdmaNodeChannel(TcpNodeChannel):
     """
 
     __slots__ = (
+        "_ended_ns",
         "_holder",
         "_moving",
         "_moving_bytes",
@@ -95,7 +114,8 @@ class RdmaNodeChannel(TcpNodeChannel):
         self.metrics = metrics
         self.regions = ClientRegions()
         self._holder: Holder | None = None
-        self._pair: Pair | None = None  # of the request in progress
+        self._pair: Pair | None = None  # of the request in progress, or the last one
+        self._ended_ns = 0  # when a transfer of its ended last
         self._places: Sequence[Sequence[Keyed]] = ()
         self._places_id = -1
         self._moving: dict[_Moving, None] = {}
@@ -142,15 +162,13 @@ class RdmaNodeChannel(TcpNodeChannel):
         """See `PlaceChannel`. What is being written is stopped by taking down the pair, here and at the client.
 
         Also when nothing of it is: who gives up a call has closed its end, and other calls would wait for its answers.
-        What the device may still send of memory that is given back comes to an end that is gone.
+        Memory of ours is given back once no device reads it any more.
         """
         given_up = list(self._moving)
         for one in given_up:
             self._forget(one)
         self._lose_pair(Status.FLUSHED)
-        for one in given_up:
-            if one.on_sent is not None:
-                one.on_sent()
+        _give_back(given_up)
 
     def cancelled_late(self, request_id: int) -> None:
         """See `PlaceChannel`. The client has closed its end, whose answers other calls of the pair would wait for."""
@@ -199,7 +217,7 @@ class RdmaNodeChannel(TcpNodeChannel):
                 tell()
             else:
                 self._lose_pair(status)
-                self._send_in_frames(slices, payload, request_id, epoch, on_sent)
+                self._send_in_frames(slices, payload, request_id, epoch, lambda: moving.when_quiet(on_sent))
 
         if pieces is None or not self._submit(Work.WRITE, pieces, moving, ended):
             self._lose_pair(Status.FLUSHED)
@@ -239,17 +257,20 @@ class RdmaNodeChannel(TcpNodeChannel):
         self._forget_quietly(pulling, on_quiet)
 
     def close(self) -> None:
-        """As `Channel.close`."""
+        """As `Channel.close`. The pair goes as well where the client may have closed its end.
+
+        It does so when it gives up a call, also one whose END it has not read yet; other calls of the pair would wait
+        for answers until all retries are over.
+        """
         super().close()
         moving = list(self._moving)
         for one in moving:
             self._forget(one)
-        if moving and self._pair is not None:
-            self._pair.close()
+        pair, holder = self._pair, self._holder
+        if pair is not None and (moving or (holder and holder.now_ns() - self._ended_ns < PAIR_UNANSWERED_NS)):
+            pair.close()
         self._pair = None
-        for one in moving:
-            if one.on_sent is not None:
-                one.on_sent()
+        _give_back(moving)
 
     def _forget_quietly(self, pulling: Sequence[_Moving], on_quiet: Callable[[], None] | None) -> None:
         """Calls `on_quiet` when the last of them has ended: no device writes to its memory then."""
@@ -263,7 +284,7 @@ class RdmaNodeChannel(TcpNodeChannel):
 
         for one in pulling:
             self._forget(one)
-            one.on_quiet = ended
+            one.when_quiet(ended)
         if not pulling and on_quiet is not None:
             on_quiet()
 
@@ -308,10 +329,9 @@ class RdmaNodeChannel(TcpNodeChannel):
 
         def on_end(status: int) -> None:
             if moving.is_forgotten:
-                if moving.on_quiet is not None:
-                    moving.on_quiet()
                 return
             self._forget(moving)
+            self._ended_ns = holder.now_ns()
             # of a pair that broke every transfer ends as flushed; the pair knows why
             cause = pair.broken if status != SUCCESS and pair.broken is not None else status
             holder.guard(lambda: ended(cause))
@@ -320,7 +340,7 @@ class RdmaNodeChannel(TcpNodeChannel):
         self._moving[moving] = None
         self._moving_bytes += moving.length_bytes
         try:
-            pair.submit(Transfer(kind, pieces, on_end))
+            pair.submit(Transfer(kind, pieces, on_end, moving.quieted))
         except (Unavailable, Overloaded):
             self._forget(moving)
             return False
@@ -358,6 +378,13 @@ class RdmaNodeChannel(TcpNodeChannel):
         length = len(landing.buffer)
         ours = self.staging.cut(address_of(landing.buffer), length)
         return None if ours is None else joined(ours, _section(self._places[landing.item], 0, length))
+
+
+def _give_back(given_up: Sequence[_Moving]) -> None:
+    """Memory that was being written out of, once it is quiet."""
+    for one in given_up:
+        if one.on_sent is not None:
+            one.when_quiet(one.on_sent)
 
 
 def joined(ours: Sequence[Keyed], theirs: Sequence[Keyed]) -> list[Piece]:

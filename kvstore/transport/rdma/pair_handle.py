@@ -22,7 +22,7 @@ _RELIABLE_CONNECTION: Final = 2
 
 
 def destroy_unlocked(pair: object, number: int) -> int | None:
-    """Destroys the queue pair of a library's object, which is a closed one from then on.
+    """Destroys the queue pair of a library's object, which is a closed one from then on if that went well.
 
     Returns:
         0 or the errno of ibv_destroy_qp(3); None when no handle was found and nothing was done.
@@ -33,7 +33,10 @@ def destroy_unlocked(pair: object, number: int) -> int | None:
         return None
     held = ctypes.c_void_p.from_address(slot)
     handle, held.value = held.value, None
-    return int(library.ibv_destroy_qp(ctypes.c_void_p(handle)))
+    status = int(library.ibv_destroy_qp(ctypes.c_void_p(handle)))
+    if status:
+        held.value = handle
+    return status
 
 
 @functools.cache

@@ -17,8 +17,9 @@ _FORM: Final = struct.Struct("<IIH16sHBQI16s")
 _NUMBER_MAX: Final = 0xFFFFFF  # queue pair and packet numbers have 24 bits
 _TIMEOUT_EXPONENT: Final = 17
 """4.096 us * 2 ** 17 = 0.54 s until a packet is sent again: above the pause of a congested lossless network."""
-_RETRY_COUNT: Final = 7
-"""The most there is: with the timeout about 4 s until RETRY_EXCEEDED (devices wait up to four times the timeout)."""
+_RETRY_COUNT: Final = 6
+"""With the timeout about 4 s until RETRY_EXCEEDED (devices wait up to four times the timeout). Not 7, the most there
+is: rxe tries without end then (`rxe_completer`), and a dead wire would never break a pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

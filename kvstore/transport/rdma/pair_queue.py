@@ -8,7 +8,7 @@ its device, so that a message sent by another way after that cannot overtake the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.errors import Overloaded
 from kvstore.limits import CHAIN_REQUESTS_MAX, PAIR_REQUESTS_MAX, PAIR_WAITING_MAX
@@ -21,19 +21,36 @@ class Transfer:
     Attributes:
         kind: READ or WRITE.
         pieces: in order; at least one.
-        on_end: called once, with the status: SUCCESS, or why some of it may not have been moved. The memory on both
-            sides is quiet then.
+        on_end: called once, with the status: SUCCESS, or why some of it may not have been moved. No device writes to
+            our memory for it any more then.
+        on_quiet: called once, then or later: no device reads our memory for it any more either.
+        has_ended: `on_end` has been called.
     """
 
-    __slots__ = ("chains_posted", "kind", "on_end", "pieces", "pieces_posted")
+    __slots__ = ("has_ended", "kind", "on_end", "on_quiet", "pieces", "pieces_posted")
 
-    def __init__(self, kind: Work, pieces: Sequence[Piece], on_end: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        kind: Work,
+        pieces: Sequence[Piece],
+        on_end: Callable[[int], None],
+        on_quiet: Callable[[], None] | None = None,
+    ) -> None:
         assert pieces
         self.kind = kind
         self.pieces = pieces
         self.on_end = on_end
+        self.on_quiet = on_quiet
         self.pieces_posted = 0
-        self.chains_posted = 0
+        self.has_ended = False
+
+    def end(self, status: int, *, is_quiet: bool) -> None:
+        """Tells how it ended, unless that was told, and whether its memory is quiet."""
+        if not self.has_ended:
+            self.has_ended = True
+            self.on_end(status)
+        if is_quiet and self.on_quiet is not None:
+            self.on_quiet()
 
 
 class Chain:
@@ -62,26 +79,28 @@ class PairQueue:
     __slots__ = (
         "_chains",
         "_fence",
+        "_ids",
         "_is_fence_due",
-        "_next_id",
         "_requests_max",
         "_waiting",
         "_waiting_pieces",
         "posted",
     )
 
-    def __init__(self, *, fence: tuple[int, int], requests_max: int = PAIR_REQUESTS_MAX) -> None:
+    def __init__(self, *, fence: tuple[int, int], ids: Iterator[int], requests_max: int = PAIR_REQUESTS_MAX) -> None:
         """
         Args:
             fence: address and local key of a byte of ours that reads may overwrite.
+            ids: of chains, above 0 and never the same twice for all queue pairs of a completion queue: a device uses
+                the number of a queue pair again while completions of the former one still lie there.
             requests_max: posted at once.
         """
         self._fence = fence
+        self._ids = ids
         self._requests_max = requests_max
         self._waiting: deque[Transfer] = deque()
         self._waiting_pieces = 0
         self._chains: dict[int, Chain] = {}
-        self._next_id = 1
         self._is_fence_due = False  # the first waiting transfer lacks nothing but its fence
         self.posted = 0
 
@@ -116,6 +135,10 @@ class PairQueue:
         pieces = transfer.pieces if count == len(transfer.pieces) else transfer.pieces[first : first + count]
         return self._chain(transfer.kind, pieces, transfer, ends_transfer=is_whole and not self._is_fence_due)
 
+    def holds(self, work_id: int) -> bool:
+        """Whether it is a chain of ours that has not ended."""
+        return work_id in self._chains
+
     def ended(self, completion: Completion) -> Transfer | None:
         """The chain that ended well, if it was its transfer's last: that transfer.
 
@@ -126,27 +149,27 @@ class PairQueue:
         self.posted -= chain.count
         return chain.transfer if chain.ends_transfer else None
 
-    def leave(self) -> list[Transfer]:
-        """The queue pair is in error: the transfers that have ended by that, in order.
+    def leave(self) -> list[tuple[Transfer, bool]]:
+        """The queue pair is in error: the transfers that have ended by that, in order, and whether they are quiet.
 
-        What it may still write to memory of ours stays, until each of its chains is `flushed` or the queue pair is
-        destroyed (`drain`). What it only reads from is at worst sent to an end that is gone.
+        What was posted is not, until each of its chains is `flushed` or the queue pair is destroyed (`drain`). What may
+        still write to memory of ours ends then only; what the device only reads from can be sent another way meanwhile.
         """
-        stay = {one.transfer: None for one in self._chains.values() if one.transfer.kind is Work.READ}
-        posted, chains = self.posted, {key: one for key, one in self._chains.items() if one.transfer in stay}
-        found = [one for one in self.drain() if one not in stay]
+        stay = {one.transfer: None for one in self._chains.values()}
+        posted, chains = self.posted, self._chains.copy()
+        found = self.drain()
         self.posted, self._chains = posted, chains
-        return found
+        return [(one, one not in stay) for one in found if one not in stay or one.kind is Work.WRITE]
 
     def flushed(self, work_id: int) -> Transfer | None:
-        """After `leave`: a chain is over, well or not. The transfer that has ended by that."""
+        """After `leave`: a chain is over, well or not. The transfer that is over by that."""
         chain = self._chains.pop(work_id, None)
         if chain is None or any(one.transfer is chain.transfer for one in self._chains.values()):
             return None
         return chain.transfer
 
     def drain(self) -> list[Transfer]:
-        """The queue pair is gone: all transfers that have not ended, in order."""
+        """The queue pair is gone: all transfers that were not over, in order."""
         found = list(dict.fromkeys([*(chain.transfer for chain in self._chains.values()), *self._waiting]))
         self._chains.clear()
         self._waiting.clear()
@@ -164,8 +187,7 @@ class PairQueue:
         )
 
     def _chain(self, kind: Work, pieces: Sequence[Piece], transfer: Transfer, *, ends_transfer: bool) -> Chain:
-        chain = Chain(kind, pieces, self._next_id, transfer, ends_transfer=ends_transfer)
-        self._next_id += 1
+        chain = Chain(kind, pieces, next(self._ids), transfer, ends_transfer=ends_transfer)
         self._chains[chain.work_id] = chain
         self.posted += chain.count
         return chain

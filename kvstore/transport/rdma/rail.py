@@ -6,10 +6,11 @@ bounded by the queue's length, so that it holds every one of them if all fail.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import select
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 from kvstore.errors import Overloaded, Unavailable
@@ -120,6 +121,7 @@ class Pair:
         """Puts it into the error state, so that it moves nothing new, and has it destroyed. Idempotent.
 
         What has not ended ends as FLUSHED: what is read into memory of ours once no device writes there any more.
+        See `PairQueue.leave`.
 
         Args:
             wait_ns: so long at most until it is destroyed.
@@ -139,6 +141,10 @@ class Pair:
         assert self._pair is not None
         self._pair.post(chain.kind, chain.pieces, chain.work_id)
         return chain.count
+
+    def holds(self, work_id: int) -> bool:
+        """As `PairQueue.holds`."""
+        return self._queue.holds(work_id)
 
     def take(self, completion: Completion) -> Transfer | None:
         """A chain ended well."""
@@ -193,7 +199,8 @@ class Rail:
         self._ready.register(self._completions.fileno(), select.EPOLLIN)
         self._ready.register(self._closer.fileno(), select.EPOLLIN)
         self._hungry: dict[Pair, None] = {}  # pairs that found no room, in order
-        self._ended: deque[tuple[Transfer, int]] = deque()
+        self._ended: deque[tuple[Transfer, int, bool]] = deque()  # as `Transfer.end` takes them
+        self._ids = itertools.count(1)
         self._pad = memoryview(bytearray(2 * PAIR_PROBE_BYTES))
         try:
             access = Access.LOCAL_WRITE | Access.REMOTE_READ
@@ -246,7 +253,7 @@ class Rail:
         made = self.device.queue_pair(self._completions, sends_max=PAIR_REQUESTS_MAX, receives_max=0)
         fence = (self._pad_region.address + PAIR_PROBE_BYTES, self._pad_region.local_key)
         sends_max = min(PAIR_REQUESTS_MAX, self.device.limits.work_requests_max)
-        pair = Pair(self, made, PairQueue(fence=fence, requests_max=sends_max), mark, on_broken)
+        pair = Pair(self, made, PairQueue(fence=fence, ids=self._ids, requests_max=sends_max), mark, on_broken)
         self._pairs[made.number] = pair
         return pair
 
@@ -300,9 +307,7 @@ class Rail:
         if not is_armed:
             self._completions.arm()
         self._feed_hungry()
-        while self._ended:
-            transfer, status = self._ended.popleft()
-            transfer.on_end(status)
+        self._tell()
 
     def close(self) -> None:
         """Ends all pairs, then the device. What has not ended is told. Idempotent.
@@ -324,9 +329,7 @@ class Rail:
         dying = list(self._dying.values())
         is_quiet = all(one.wait(within_ns) for one in dying)
         self._take_gone()
-        while self._ended:
-            transfer, status = self._ended.popleft()
-            transfer.on_end(status)
+        self._tell()
         return is_quiet
 
     # --- its pairs' --------------------------------------------------------------------------------------------------
@@ -351,7 +354,7 @@ class Rail:
             pair.fail()
         except VerbsFailure:
             pass  # it was never connected, or is in error already
-        self._end_flushed(queue.leave())
+        self._ended.extend((one, Status.FLUSHED, is_quiet) for one, is_quiet in queue.leave())
         self._closer.destroy(dying)
         return dying
 
@@ -360,17 +363,19 @@ class Rail:
             if self._dying.get(dying.number) is dying:
                 del self._dying[dying.number]
             self._room += dying.posted
-            self._end_flushed(dying.queue.drain())
+            self._ended.extend((one, Status.FLUSHED, True) for one in dying.queue.drain())
 
-    def _end_flushed(self, transfers: Iterable[Transfer]) -> None:
-        self._ended.extend((transfer, int(Status.FLUSHED)) for transfer in transfers)
+    def _tell(self) -> None:
+        while self._ended:
+            transfer, status, is_quiet = self._ended.popleft()
+            transfer.end(status, is_quiet=is_quiet)
 
     def _sort(self, found: list[Completion]) -> None:
         failed: dict[int, list[Completion]] = {}
         for one in found:
             pair = self._pairs.get(one.pair_number)
-            if pair is None:
-                self._flush(one)
+            if pair is None or (one.work_id and not pair.holds(one.work_id)):
+                self._flush(one)  # also of a pair that had the number before
                 continue
             if one.status != SUCCESS or one.pair_number in failed:
                 failed.setdefault(one.pair_number, []).append(one)
@@ -380,7 +385,7 @@ class Rail:
             self._room += before - pair.posted
             if transfer is not None:
                 self.payload_bytes += sum(piece[1] for piece in transfer.pieces)
-                self._ended.append((transfer, SUCCESS))
+                self._ended.append((transfer, SUCCESS, True))
             self.pump(pair)
         for number, completions in failed.items():
             cause = cause_of(completions)
@@ -393,7 +398,7 @@ class Rail:
         dying = self._dying.get(one.pair_number)
         transfer = dying.queue.flushed(one.work_id) if dying is not None else None
         if transfer is not None:
-            self._end_flushed([transfer])
+            self._ended.append((transfer, Status.FLUSHED, True))
 
     def _feed_hungry(self) -> None:
         hungry, self._hungry = self._hungry, {}
