@@ -192,10 +192,11 @@ class Reader:
         if self._parked:
             parked, self._parked = self._parked, []
             for request in parked:
+                request.parked = False
                 if request.closed:
                     continue
                 if request.staged_bytes > request.window_opens_bytes:
-                    self._parked.append(request)
+                    self._park(request)
                 elif not request.queued:
                     request.queued = True
                     self._round.append(request)
@@ -205,6 +206,11 @@ class Reader:
             if not request.closed and not request.queued:
                 request.queued = True
                 self._round.appendleft(request)
+
+    def _park(self, request: Request) -> None:
+        if not request.parked:  # once, however often something came for it meanwhile
+            request.parked = True
+            self._parked.append(request)
 
     # --- memory ------------------------------------------------------------------------------------------------------
     def take_cached(self, ref: NamespaceRef, keys: bytes, bytes_max: int) -> list[CachedRecord] | None:
@@ -410,7 +416,7 @@ class Reader:
                 self.hungry = True
                 return
             elif not request.queued and request.has_work():
-                self._parked.append(request)
+                self._park(request)
                 self.hungry = True
 
     def _take_turn(self, request: Request) -> bool:

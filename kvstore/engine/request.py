@@ -68,7 +68,8 @@ class Request:
         in_parcels: its records may come in parcels.
         landed: parcels that are there and not taken; `taken` says whether one was.
         doubted: indices of records that came in a parcel, and were not right.
-        queued, blocked: it stands in the reader's round, or among those that wait for memory.
+        queued, blocked, parked: it stands in the reader's round, among those that wait for memory, or among those whose
+            window is full.
         reader: whom to tell when memory comes back.
     """
 
@@ -88,6 +89,7 @@ class Request:
         "later",
         "left",
         "next_want",
+        "parked",
         "pieces",
         "piecewise",
         "places",
@@ -118,8 +120,7 @@ class Request:
         self.places: list[memoryview | None] | None = None if spec.places is None else list(spec.places)
         self.direct: deque[tuple[int, int]] = deque()
         self.piecewise: dict[int, Pieces] = {}
-        self.queued = False
-        self.blocked = False
+        self.queued = self.blocked = self.parked = False
         self.reader = reader
         self._done = bytearray(self.left)
         self._simple = spec.ranges is None and spec.content_ids is None
