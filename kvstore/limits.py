@@ -93,6 +93,7 @@ BATCH_ITEMS_MAX: Final = 65_536
 INLINE_PUT_BYTES_MAX: Final = 256 * KiB
 MANIFEST_BYTES_MAX: Final = 64 * KiB
 RANGES_PER_ITEM_MAX: Final = 4_096
+RANGES_PER_CALL_MAX: Final = FRAME_BODY_BYTES_MAX // 16  # as many as fit a body if each item has its own; 60 ms to plan
 HELLO_BODY_BYTES_MAX: Final = 16 * KiB  # before HELLO is accepted a peer may make us hold no more
 HELLO_WAIT_NS: Final = 10 * SECOND_NS
 TOKEN_BYTES_MAX: Final = 8 * KiB

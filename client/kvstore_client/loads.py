@@ -150,7 +150,7 @@ class LoadJob(Job):
         if self._has_run:
             chosen = self._rest()
         self._has_run = True
-        while connection.regions is not None and self._spans is None and self._shared_spans is None and chosen:
+        while connection.regions is not None and not self._has_spans and chosen:
             places, chosen = yield from connection.regions.split(connection, self.records, chosen)
             if not places.items and isinstance(connection.regions, ConnectionRegions):
                 rooms = [bounced_bytes(self.records[at].memory, self.records[at].room_bytes) for at in chosen]
@@ -163,7 +163,7 @@ class LoadJob(Job):
             return
         assert connection.welcome is not None
         items_max = connection.welcome.batch_items_max
-        if self._spans is None and len(chosen) <= min(items_max, _PLAIN_ITEMS_MAX):
+        if not self._has_spans and len(chosen) <= min(items_max, _PLAIN_ITEMS_MAX):
             yield from self._ask(connection, chosen)
         else:
             for part in split_by_weight(self._weights(chosen), items_max=items_max, weight_max=_BODY_BYTES):
@@ -346,12 +346,17 @@ class LoadJob(Job):
             return b""
         return b"".join([record.content_id for record in self._asked])
 
+    @property
+    def _has_spans(self) -> bool:
+        return self._spans is not None or self._shared_spans is not None
+
     def _weights(self, chosen: Sequence[int]) -> Sequence[int]:
-        """Bytes that each record takes in the request."""
+        """Bytes that each record takes in the request; ranges that all share count for each: RANGES_PER_CALL_MAX."""
         fixed = DIGEST_BYTES + ID_BYTES
         spans = self._spans
         if spans is None:
-            return [fixed] * len(chosen)
+            shared = self._shared_spans
+            return [fixed if shared is None else fixed + 4 + RANGE_BYTES * len(shared)] * len(chosen)
         return [fixed + 4 + RANGE_BYTES * len(spans[at]) for at in chosen]
 
 

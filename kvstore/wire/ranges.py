@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 
 from kvstore.errors import InvalidRequest
-from kvstore.limits import DIGEST_BYTES, RANGES_PER_ITEM_MAX
+from kvstore.limits import DIGEST_BYTES, RANGES_PER_CALL_MAX, RANGES_PER_ITEM_MAX
 from kvstore.wire.messages import RANGE_BYTES, U64_MAX, Get
 
 Range = tuple[int, int]
@@ -40,7 +40,7 @@ def decode_ranges(get: Get) -> list[list[Range]] | None:
     """The ranges of a GET: None for whole records, one list for all keys, or one per key.
 
     Raises:
-        InvalidRequest: Counts and ranges do not fit together.
+        InvalidRequest: Counts and ranges do not fit together, or are more than RANGES_PER_CALL_MAX for all keys.
     """
     if not get.ranges and not get.range_counts:
         return None
@@ -48,6 +48,11 @@ def decode_ranges(get: Get) -> list[list[Range]] | None:
     pairs = list(zip(words[::2], words[1::2], strict=True))
     if not get.range_counts:
         _check_count(len(pairs))
+        count = len(get.keys) // DIGEST_BYTES
+        if count * len(pairs) > RANGES_PER_CALL_MAX:
+            raise InvalidRequest(
+                f"{len(pairs)} ranges of each of {count} keys, the limit is {RANGES_PER_CALL_MAX} in all: split the batch"
+            )
         return [pairs]
     counts = struct.unpack(f"<{len(get.range_counts) // 4}I", get.range_counts)
     if sum(counts) != len(pairs):

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from kvstore.limits import RANGES_PER_CALL_MAX, RANGES_PER_ITEM_MAX
 from kvstore.testing.serve_process import ServeProcess
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
@@ -100,6 +101,20 @@ def test_either_address_serves_every_verb(served, kind) -> None:
         assert ns.contains(keys) == [False] * len(sizes)
         results = ns.put(keys[:2], payloads[:2], durability="power")
         assert all(isinstance(one, Stored) for one in results)
+
+
+def test_ranges_are_asked_for_in_as_many_requests_as_it_takes(served) -> None:
+    keys_max = RANGES_PER_CALL_MAX // RANGES_PER_ITEM_MAX
+    layout = KVLayout.opaque(chunk_bytes=2 * RANGES_PER_ITEM_MAX, chunk_tokens=1)
+    with KVClient.connect(served.grpc) as client:
+        ns = client.namespace(Namespace(tenant="default", model="ranges", weights="w", layout=layout))
+        keys = ns.keys(range(keys_max + 2))
+        payloads = [noise(2 * RANGES_PER_ITEM_MAX, at) for at in range(len(keys))]
+        assert all(isinstance(one, Stored) for one in ns.put(keys, payloads))
+        memory = [bytearray(RANGES_PER_ITEM_MAX) for _ in keys]
+        results = ns.get_into(keys, memory, ranges=[(2 * at, 1) for at in range(RANGES_PER_ITEM_MAX)])
+        assert {type(one) for one in results} == {Hit}
+        assert memory == [payload[::2] for payload in payloads]
 
 
 def test_shards_layers_and_parts(served) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest
-from kvstore.limits import BATCH_ITEMS_MAX, RANGES_PER_ITEM_MAX
+from kvstore.limits import BATCH_ITEMS_MAX, RANGES_PER_CALL_MAX, RANGES_PER_ITEM_MAX
 from kvstore.wire.codec import pack_plain, unpack_plain
 from kvstore.wire.header import FrameType
 from kvstore.wire.messages import (
@@ -194,3 +194,11 @@ def test_ranges_that_do_not_fit_are_refused() -> None:
     for counts, blob in ((struct.pack("<2I", 1, 2), bytes(32)), (struct.pack("<2I", 0, 2), bytes(32))):
         with pytest.raises(InvalidRequest):
             decode_ranges(Get(namespace=KEY, keys=KEY * 2, deadline_ns=1, range_counts=counts, ranges=blob))
+
+
+def test_ranges_that_many_keys_share_are_bounded_as_if_each_had_its_own() -> None:
+    _, blob = encode_ranges([[(0, 1)] * RANGES_PER_ITEM_MAX])
+    keys_max = RANGES_PER_CALL_MAX // RANGES_PER_ITEM_MAX
+    assert decode_ranges(Get(namespace=KEY, keys=KEY * keys_max, deadline_ns=1, ranges=blob)) is not None
+    with pytest.raises(InvalidRequest, match=f"{RANGES_PER_CALL_MAX} in all"):
+        decode_ranges(Get(namespace=KEY, keys=KEY * (keys_max + 1), deadline_ns=1, ranges=blob))
