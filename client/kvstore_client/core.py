@@ -81,6 +81,11 @@ class ClientCore:
         is_good = self._has_readable and not self._is_doubted
         return not is_good and now_ns - self._asked_ns >= VIEW_RETRY_NS
 
+    @property
+    def has_heard_of_newer_view(self) -> bool:
+        """Whether a node of the cluster has named a newer epoch than that of the view."""
+        return self.view is not None and bool(self.view.cluster) and self.newest_epoch > self.view.epoch
+
     def asks_for_view(self, now_ns: int) -> int:
         """The view is being asked for; the newest epoch that was named before."""
         self._asked_ns = now_ns

@@ -85,7 +85,7 @@ def delete(
 
     A key is a hit when its dense record was there, and is left nowhere that could be asked. Targets that the view calls
     down are asked too: one that answers reads would go on giving it. When an answer names a newer view, its places are
-    asked as well: they may have the keys. Where the deadline comes before that, nothing is told as deleted or absent.
+    asked as well: they may have the keys. Where they cannot be, nothing is told as deleted or absent.
     """
     layout = namespace.layout
     chain = as_chain(keys, chunks_per_run=layout.chunks_per_run)
@@ -102,11 +102,11 @@ def delete(
         ]
         was_there = [before or status == HIT for before, status in zip(was_there, some, strict=True)]
         yield from ensure_view(core, deadline_ns)
-        if core.view is view:
+        if core.view is view or time.monotonic_ns() >= deadline_ns:
             break
-        if time.monotonic_ns() >= deadline_ns:
-            found = [MissReason.DEADLINE if status in _TELL_ALL else status for status in found]
-            break
+    if core.view is not view or core.has_heard_of_newer_view:
+        reason = MissReason.DEADLINE if time.monotonic_ns() >= deadline_ns else MissReason.UNAVAILABLE
+        found = [reason if status in _TELL_ALL else status for status in found]
     return [Hit(length_bytes=0) if status == HIT else miss_of(status) for status in found]
 
 

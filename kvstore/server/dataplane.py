@@ -445,11 +445,13 @@ class DataPlane:
         self._engine_is_due = True
 
     def _delete(self, connection: Connection, frame: Frame) -> None:
+        self._check_epoch(frame)
         self._check_fence()
         lookups.delete(connection, frame.body, self._serving(connection), self.now_ns)
         self._engine_is_due = True
 
     def _drop(self, connection: Connection, frame: Frame) -> None:
+        self._check_epoch(frame)
         self._check_fence()
         lookups.drop(connection, frame.body, self._serving(connection), self.now_ns)
         self._engine_is_due = True
@@ -564,7 +566,7 @@ class DataPlane:
     def _check_epoch(self, frame: Frame) -> None:
         if frame.epoch and frame.epoch < self.epoch:
             raise StaleView(
-                f"the write was planned with view {frame.epoch}, the node has {self.epoch}: ask for the view"
+                f"the {frame.type.name} was planned with view {frame.epoch}, the node has {self.epoch}: ask for the view"
             )
 
     def _check_fence(self) -> None:

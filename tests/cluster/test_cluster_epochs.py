@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -59,14 +59,24 @@ def until_it_takes_puts(line: NodeLine, number: int) -> None:
         pass  # until the view has the node it is fenced
 
 
-def test_a_stale_read_is_answered_with_the_newer_epoch_and_a_stale_write_is_refused(
+def put_by_newest_view(line: NodeLine, number: int) -> int:
+    """Until it is stored; the epoch that it was planned with. The view may change meanwhile, and fences for a moment."""
+    while True:
+        epoch = line.view().epoch
+        with suppress(StaleView):
+            status = line.put(key_of(number), VALUE, epoch=epoch)[0]
+            if status in (STORED, EXISTS):
+                return epoch
+            assert status == FENCED
+
+
+def test_a_stale_read_is_answered_with_the_newer_epoch_and_a_stale_write_or_delete_is_refused(
     tmp_path: Path, etcd: EtcdProcess
 ) -> None:
     with ExitStack() as stack:
         line = NodeLine(serve(stack, tmp_path, etcd, "a").wait_ready().data[0], SPACE)
         until_it_takes_puts(line, 1)
-        old = line.view().epoch
-        assert line.put(key_of(2), VALUE, epoch=old)[0] == STORED
+        old = put_by_newest_view(line, 2)
         serve(stack, tmp_path, etcd, "b").wait_ready()
         while (now := line.view()).epoch == old or len(now.targets) < 2:
             pass
@@ -82,11 +92,13 @@ def test_a_stale_read_is_answered_with_the_newer_epoch_and_a_stale_write_is_refu
         line.client.start(opening, epoch=old)
         with pytest.raises(StaleView):
             line.client.receive()
+        for message in (Delete(namespace=SPACE.digest, keys=key_of(2)), Drop(namespace=SPACE.digest)):
+            with pytest.raises(StaleView, match=str(old)):
+                line.client.call(message, End, epoch=old)
         assert line.get(key_of(3), epoch=old)[0], "the refused write left nothing"
         status, epoch = line.get(key_of(2), epoch=old)
         assert (status, epoch >= now.epoch) == (0, True)
-        while (status_now := line.put(key_of(3), VALUE, epoch=line.view().epoch)[0]) not in (STORED, EXISTS):
-            assert status_now == FENCED
+        assert put_by_newest_view(line, 3) > old
 
 
 def test_a_fenced_node_refuses_each_kind_of_write_and_goes_on_reading(tmp_path: Path, etcd: EtcdProcess) -> None:

@@ -30,6 +30,8 @@ from kvstore.wire.messages import (
     Admin,
     AdminReply,
     Cancel,
+    Delete,
+    Drop,
     End,
     Feature,
     Grant,
@@ -212,6 +214,9 @@ def test_unknown_namespace_draining_and_stale_views_are_refused(lab: PlaneLab, n
     with pytest.raises(StaleView, match="7"):
         client.put(namespace.digest, [key_of(1)], [b"x"], epoch=6)
     assert client.put(namespace.digest, [key_of(1)], [b"x"], epoch=7) == {0: STORED}
+    for message in (Delete(namespace=namespace.digest, keys=key_of(1)), Drop(namespace=namespace.digest)):
+        with pytest.raises(StaleView, match=f"the {message.TYPE.name} was planned with view 6, the node has 7"):
+            client.call(message, End, epoch=6)
     lab.plane.is_draining = True
     ended = client.put(namespace.digest, [key_of(2), key_of(3)], [b"x", b"y"], inline=True)
     assert [status for status, _ in ended.values()] == [RefusedReason.DRAINING] * 2
