@@ -566,7 +566,7 @@ class DataPlane:
     def _check_epoch(self, frame: Frame) -> None:
         if frame.epoch and frame.epoch < self.epoch:
             raise StaleView(
-                f"the {frame.type.name} was planned with view {frame.epoch}, the node has {self.epoch}: ask for the view"
+                f"this {frame.type.name} was planned by view {frame.epoch}, the node has {self.epoch}: ask for the view"
             )
 
     def _check_fence(self) -> None:

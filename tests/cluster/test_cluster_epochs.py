@@ -60,7 +60,7 @@ def until_it_takes_puts(line: NodeLine, number: int) -> None:
 
 
 def put_by_newest_view(line: NodeLine, number: int) -> int:
-    """Until it is stored; the epoch that it was planned with. The view may change meanwhile, and fences for a moment."""
+    """Until it is stored; the epoch that it was planned with. The view may change meanwhile, and the node be fenced."""
     while True:
         epoch = line.view().epoch
         with suppress(StaleView):

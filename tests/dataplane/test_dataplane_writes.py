@@ -215,7 +215,7 @@ def test_unknown_namespace_draining_and_stale_views_are_refused(lab: PlaneLab, n
         client.put(namespace.digest, [key_of(1)], [b"x"], epoch=6)
     assert client.put(namespace.digest, [key_of(1)], [b"x"], epoch=7) == {0: STORED}
     for message in (Delete(namespace=namespace.digest, keys=key_of(1)), Drop(namespace=namespace.digest)):
-        with pytest.raises(StaleView, match=f"the {message.TYPE.name} was planned with view 6, the node has 7"):
+        with pytest.raises(StaleView, match=f"{message.TYPE.name} was planned by view 6, the node has 7"):
             client.call(message, End, epoch=6)
     lab.plane.is_draining = True
     ended = client.put(namespace.digest, [key_of(2), key_of(3)], [b"x", b"y"], inline=True)
