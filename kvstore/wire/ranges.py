@@ -51,7 +51,8 @@ def decode_ranges(get: Get) -> list[list[Range]] | None:
         count = len(get.keys) // DIGEST_BYTES
         if count * len(pairs) > RANGES_PER_CALL_MAX:
             raise InvalidRequest(
-                f"{len(pairs)} ranges of each of {count} keys, the limit is {RANGES_PER_CALL_MAX} in all: split the batch"
+                f"{len(pairs)} ranges of each of {count} keys, the limit is {RANGES_PER_CALL_MAX} in all: "
+                "split the batch"
             )
         return [pairs]
     counts = struct.unpack(f"<{len(get.range_counts) // 4}I", get.range_counts)
