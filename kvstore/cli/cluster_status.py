@@ -36,6 +36,7 @@ class TargetLine:
             does not, "" of one that cannot be asked.
         hits, keys: looked up at its worker since that started.
         epoch: of its node's view; 0 where that is not known.
+        grpc: address of its node, for `kvstore drain --node` and the like; "" where it is not known.
         detail: what is wrong, and what to do.
     """
 
@@ -52,6 +53,7 @@ class TargetLine:
     received_bytes_second: float = 0.0
     mode: str = ""
     epoch: int = 0
+    grpc: str = ""
     detail: str = ""
 
 
@@ -105,6 +107,7 @@ def _line_of(
             drive=_SILENT if answer is not None and answer.report is None else "",
             data=target.data,
             capacity_bytes=target.capacity_bytes,
+            grpc=answer.grpc if answer is not None else "",
             detail=answer.failure if answer is not None else "its node is not registered",
         )
     report, drive = found
@@ -135,6 +138,7 @@ def _answered(report: NodeReport, drive: DriveReport, *, state: str, data: tuple
         received_bytes_second=worker.received_bytes_second if is_open and worker else 0.0,
         mode=drive.mode,
         epoch=report.epoch,
+        grpc=report.grpc,
         detail="; ".join(filter(None, wrong)),
     )
 

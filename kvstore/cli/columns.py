@@ -155,9 +155,8 @@ class _Table:
         for heading, rows in groupby(self.rows, key=lambda row: [row[at] for at in self._above]):
             if self._above:
                 named = zip(self._above, heading, strict=True)
-                lines.append(
-                    TableLine(_GAP.join(f"{self.columns[at].header} {text}" for at, text in named if text), True)
-                )
+                words = [f"{self.columns[at].header} {text}" for at, text in named if text]
+                lines += [TableLine(line, True) for line in _packed(words, width)]
             for row in rows:
                 lines += [TableLine(line) for line in self._row_lines(row, widths, indent)]
                 lines += [TableLine(line) for line in self._note_lines(row, width, indent)]
@@ -180,6 +179,18 @@ class _Table:
             if row[at]:
                 before = f"{indent}{_INDENT}{self.columns[at].header}: "
                 yield from _wrap(row[at], width, before=before, after=indent + 2 * _INDENT)
+
+
+def _packed(words: Sequence[str], width: int | None) -> list[str]:
+    """As many of some words a line as fit, in order; what follows the first line is indented."""
+    lines = [words[0]] if words else [""]
+    for word in words[1:]:
+        line = lines[-1] + _GAP + word
+        if width is None or text_width(line) <= width:
+            lines[-1] = line
+        else:
+            lines.append(_INDENT + word)
+    return lines
 
 
 def _wrap(text: str, width: int | None, *, before: str = "", after: str = "") -> list[str]:

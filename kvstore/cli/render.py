@@ -68,6 +68,7 @@ _KEY_COLUMNS = (
 )
 _TARGET_COLUMNS = (
     Column(header="node", kind=Kind.HEADING),
+    Column(header="address", kind=Kind.HEADING),
     Column(header="epoch", kind=Kind.HEADING, is_number=True),
     Column(header="target"),
     Column(header="state"),
@@ -163,6 +164,7 @@ def _target_row(line: TargetLine, names: Mapping[str, str]) -> tuple[str, ...]:
     used = line.used_bytes
     return (
         line.node_id,
+        line.grpc,
         str(line.epoch) if line.epoch else "",
         names[line.id],
         line.state or "in no view",

@@ -39,6 +39,7 @@ def line(number: int, node: str, **changes: object) -> TargetLine:
         received_bytes_second=5.6 * (1 << 20),
         mode="threads",
         epoch=417,
+        grpc=f"{node}:7400",
     )
     return replace(made, **changes)  # type: ignore[arg-type]
 
@@ -112,9 +113,11 @@ def test_a_terminal_shows_everything_within_its_width(lines: list[TargetLine], w
     for one in lines:
         assert any(one.id.startswith(word) for word in table.split() if len(word) >= 8), "its target is there"
         assert one.node_id in table
+        assert one.grpc in table.split(), "what `kvstore drain --node` needs"
         for words in filter(None, (one.state, one.drive if one.drive != "serving" else "", *one.detail.split())):
             assert words in table
-    for header in ("node", "epoch", "target", "state", "capacity", "used", "hit rate", "out/s", "in/s", "device"):
+    headers = ("node", "address", "epoch", "target", "state", "capacity", "used", "hit rate", "out/s", "in/s", "device")
+    for header in headers:
         assert re.search(rf"(^|\s){header}(\s|:|$)", table, re.MULTILINE), header
     too_long = [row for row in text.splitlines() if len(row) > width]
     assert not [row for row in too_long if len(row.split()) > 3], "only a word that fits nowhere is longer"
@@ -136,7 +139,7 @@ def test_a_pipe_gets_one_line_a_target_with_all_columns(lines: list[TargetLine])
     text = shown(lines, None)
     table = text[text.index("cluster prod") :].splitlines()
     header, rows = table[1], table[2 : 2 + len(lines)]
-    assert header.split()[:4] == ["node", "epoch", "target", "state"]
+    assert header.split()[:5] == ["node", "address", "epoch", "target", "state"]
     for one, row in zip(lines, rows, strict=True):
         assert row.startswith(one.node_id)
         assert row.endswith(one.detail or row[-1])

@@ -80,10 +80,10 @@ def test_every_target_has_a_line_whoever_answers() -> None:
     assert list(lines) == ["bad", "t1", "t2", "t3"]
     good = lines["t1"]
     assert (good.state, good.drive, good.used_bytes, good.hits, good.keys) == ("serving", "serving", 50, 7, 10)
-    assert (good.epoch, good.sent_bytes_second) == (9, 5.0)
+    assert (good.epoch, good.sent_bytes_second, good.grpc) == (9, 5.0, "a:7400")
     assert (lines["bad"].state, lines["bad"].drive, lines["bad"].used_bytes) == ("", "foreign", None)
     assert (lines["t2"].state, lines["t2"].drive, lines["t2"].detail) == ("serving", "no answer", "it was silent")
-    assert lines["t2"].capacity_bytes == 100, "the view knows it"
+    assert (lines["t2"].capacity_bytes, lines["t2"].grpc) == (100, "b:7400"), "the view and the store know it"
     assert (lines["t3"].state, lines["t3"].drive) == ("down", "")
 
 
