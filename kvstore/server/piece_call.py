@@ -41,12 +41,17 @@ class PieceCall(Call):
 
     def start(self, engine: Engine, spec: ReadSpec, now_ns: int) -> bool:
         """Begins, and moves a frame of what is there; True when the engine has delivered everything already."""
-        self._handle = engine.read(spec, self, now_ns=now_ns)
+        self._hold(engine.read(spec, self, now_ns=now_ns))
         self._starting = False
         is_delivered = self._finished
         if self._pieces or is_delivered:
             self.connection.send_now()
         return is_delivered
+
+    def _hold(self, handle: ReadHandle) -> None:
+        """Keeps it while it can be cancelled: handle and call know each other, and no cycle is left behind."""
+        if not self._finished:
+            self._handle = handle
 
     # --- ReadSink ---------------------------------------------------------------------------------------------------
     def ready(self, item: ReadyItem) -> None:
@@ -65,6 +70,7 @@ class PieceCall(Call):
     def finished(self) -> None:
         """Nothing more comes."""
         self._finished = True
+        self._handle = None
         if not self._starting:
             self.connection.request_send()
 
@@ -77,8 +83,9 @@ class PieceCall(Call):
         self.close_unread()
 
     def release(self) -> None:
-        if self._handle is not None and not self._finished:
-            self._handle.cancel()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.cancel()
         pieces, self._pieces = self._pieces, deque()
         for item in pieces:
             item.release()

@@ -40,7 +40,7 @@ class PlaceCall(PieceCall):
     def go_on(self, engine: Engine, spec: ReadSpec, now_ns: int, *, sent: int) -> None:
         """Begins with the items behind the first `sent`, whose keys are the spec's: those have been told already."""
         self._statuses[:sent] = bytes(sent)
-        self._handle = engine.read(spec, Behind(self, sent), now_ns=now_ns)
+        self._hold(engine.read(spec, Behind(self, sent), now_ns=now_ns))
         self._starting = False
 
     # --- ReadSink ---------------------------------------------------------------------------------------------------

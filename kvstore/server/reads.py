@@ -51,7 +51,7 @@ class ReadCall(PieceCall):
         """Begins with the items behind the first `sent`, whose keys are the spec's: those have been sent already."""
         self._statuses[:sent] = bytes(sent)
         self._is_whole = True
-        self._handle = engine.read(spec, Behind(self, sent), now_ns=now_ns)
+        self._hold(engine.read(spec, Behind(self, sent), now_ns=now_ns))
         self._starting = False
 
     def start(self, engine: Engine, spec: ReadSpec, now_ns: int) -> bool:

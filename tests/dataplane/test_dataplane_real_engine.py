@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -14,9 +15,12 @@ import pytest
 from kvstore.engine.api import Engine
 from kvstore.engine.engine import DriveEngine, EngineSettings
 from kvstore.engine.parcels import Parcel, Parcels
+from kvstore.engine.ready import ReadyRecord
+from kvstore.engine.request import Request
 from kvstore.limits import SECOND_NS, MiB
 from kvstore.server.batch import pack_u32, unpack_u32
 from kvstore.server.drive_set import DriveSet
+from kvstore.server.piece_call import PieceCall
 from kvstore.testing.plane_lab import LabClient, PlaneLab, results_of
 from kvstore.types.checksum import crc_table
 from kvstore.types.content_id import content_id
@@ -433,6 +437,35 @@ def test_without_a_cache_records_of_several_drives_come_in_parcels(tmp_path: Pat
     assert data == {0: values[5], 2: values[6], **{4 + at: values[40 + at] for at in range(10)}}
     twice = [*keys[:20], keys[3], keys[7]]
     assert client.get(NS, twice) == (bytes(22), dict(enumerate([*values[:20], values[3], values[7]])))
+    node.settle()
+    close_node(node)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("cache_bytes", [0, 8 * MiB])
+def test_a_read_leaves_no_cycle_to_be_collected(tmp_path: Path, count: int, cache_bytes: int) -> None:
+    """What one was made of is there for the next one, whatever it ended with."""
+    node = open_node(tmp_path, count=count, cache_bytes=cache_bytes)
+    client = node.lab.client()
+    client.register(NAMESPACE.manifest())
+    keys = [key_of(number) for number in range(40)]
+    client.put(NS, keys, [os.urandom(60_000) for _ in keys])
+    node.settle()
+    gc.collect()
+    gc.disable()
+    try:
+        for asked in (keys, keys[:5], [*keys[:7], key_of(999)], keys[:1], [key_of(998)], [keys[3], keys[4], keys[3]]):
+            client.get(NS, asked)
+            counts, blob = encode_ranges([[(0, 100)]] * len(asked))
+            client.get(NS, asked, range_counts=counts, ranges=blob)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found = {type(one).__name__ for one in gc.garbage if isinstance(one, PieceCall | Request | Parcel | ReadyRecord)}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not found
     node.settle()
     close_node(node)
 
