@@ -150,6 +150,8 @@ class DispatchQueue:
 
     def start(self) -> None:
         """Send waiting operations to the drive as far as the depth allows, in one batch."""
+        if not self.queued:
+            return
         room = min(self.depth - self.in_flight, self.queued)
         bytes_max = self._bytes_max if self._reads else DRIVE_WRITE_BYTES_IN_FLIGHT_MAX
         bytes_room = bytes_left = bytes_max - self.in_flight_bytes

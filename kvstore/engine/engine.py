@@ -503,7 +503,8 @@ class DriveEngine:
             self._pins.next_expiry_ns(),
             self._waits.next_deadline_ns(),
         )
-        return min((due_ns for due_ns in times if due_ns is not None), default=None)
+        due = [due_ns for due_ns in times if due_ns is not None]
+        return min(due) if due else None
 
     def update_gauges(self, now_ns: int) -> None:
         """Bring the gauges among the metrics up to date; call before they are sent."""

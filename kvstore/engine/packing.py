@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -118,8 +119,7 @@ def _pack_alike(
 ) -> Packed | None:
     """Good records of one shape; None when any differs, or is not good."""
     count = len(wants)
-    locations = [location for location, _ in wants]
-    length = (locations[0] >> DEPTH_BITS & _PAGES_MASK) * PAGE_BYTES
+    length = (wants[0][0] >> DEPTH_BITS & _PAGES_MASK) * PAGE_BYTES
     if length * count != len(view):
         return None
     words = int.from_bytes(view[_CRC_COUNT], "little")
@@ -147,8 +147,8 @@ def _pack_alike(
         )
         if checked is None:
             return None
-        payload = [view[at : at + record_bytes] for at in range(header_bytes, len(view), length)]
-        return Packed(checked, count, payload)
+        return Packed(checked, count, _payload(view, length, header_bytes, record_bytes))
+    locations = [location for location, _ in wants]
     rows = np.frombuffer(view, dtype=np.uint8).reshape(count, length)
     heads = rows[:, :CRC_TABLE_AT].view(_HEAD)[:, 0]
     places = np.array(locations, dtype=np.uint64)
@@ -174,7 +174,7 @@ def _pack_alike(
     crc = crc32c
     if [crc(view[at + CRC_COVERS_FROM : at + header_bytes]) for at in starts] != heads["crc"].tolist():
         return None
-    payload = [view[at : at + record_bytes] for at in range(header_bytes, len(view), length)] if record_bytes else []
+    payload = _payload(view, length, header_bytes, record_bytes) if record_bytes else []
     body = tables.tobytes()
     if words == 1:
         if list(map(crc, payload)) != np.frombuffer(body, dtype="<u4").tolist():
@@ -192,6 +192,16 @@ def _pack_alike(
     slices["block_bytes"] = block_bytes
     slices["id"] = np.ascontiguousarray(rows[:, _CONTENT_ID]).view("V16")[:, 0]
     return Packed(slices.tobytes() + body, count, payload)
+
+
+def _payload(view: memoryview, length: int, header_bytes: int, record_bytes: int) -> list[memoryview]:
+    """The payload of each record that lies there."""
+    return list(map(view.__getitem__, _payload_cuts(len(view), length, header_bytes, record_bytes)))
+
+
+@lru_cache(maxsize=64)
+def _payload_cuts(total_bytes: int, length: int, header_bytes: int, record_bytes: int) -> tuple[slice, ...]:
+    return tuple(slice(at, at + record_bytes) for at in range(header_bytes, total_bytes, length))
 
 
 def _pack_each(

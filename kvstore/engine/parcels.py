@@ -231,6 +231,7 @@ class Parcels:
         """Its runs end as if each had been a load of its own."""
         if not parcel.flights:
             self.unpack(parcel)
+        self._table.hold_apart(parcel.segments)
         starts = parcel.starts
         ends = [*((first, at) for first, at, _ in starts[1:]), (len(parcel.flights), parcel.length_bytes)]
         pieces = parcel.piece.split([until - at for (_, at, _), (_, until) in zip(starts, ends, strict=True)])

@@ -33,8 +33,8 @@ _WORD = 4
 class _Nobody:
     """Sink of a request that has ended. Its owner holds it, and it lets go of its owner: no cycle is left behind.
 
-    A cycle would keep what a read was made of until the collector comes, and each read would take fresh memory, which no
-    cache has, instead of that of the one before.
+    A cycle would keep what a read was made of until the collector comes, and each read would take fresh memory, which
+    no cache has, instead of that of the one before.
     """
 
     def ready(self, item: ReadyItem) -> None:
@@ -374,12 +374,13 @@ class Request:
 
     def packed(self, wants: Sequence[tuple[int, int]]) -> None:
         """These records end with the parcel that is being taken."""
+        self.left -= len(wants)
+        if not self.left:
+            self._finish()  # nobody asks which are done any more
+            return
         done = self._done
         for _, index in wants:
             done[index] = 1
-        self.left -= len(wants)
-        if not self.left:
-            self._finish()
 
     def absent(self, index: int) -> None:
         """What was read is another record."""

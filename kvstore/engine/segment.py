@@ -132,6 +132,7 @@ class SegmentTable:
         self.in_state_count = [0] * len(SegmentState)
         self.in_state_count[SegmentState.UNALLOCATED] = self.count
         self._holds = [0] * self.count
+        self._groups: list[Sequence[int]] = []  # held all at once, by `hold_all`
         self._when_unheld: dict[int, list[Callable[[], None]]] = {}
         self.live: list[dict[int, LiveCount]] = [{} for _ in range(self.count)]
 
@@ -160,40 +161,51 @@ class SegmentTable:
 
     def is_held(self, segment: int) -> bool:
         """Whether a read is in flight in the segment."""
-        return self._holds[segment] > 0
+        return self._holds[segment] > 0 or any(segment in group for group in self._groups)
 
     def held(self) -> npt.NDArray[np.bool_]:
         """`is_held` of all segments."""
         held: npt.NDArray[np.bool_] = np.array(self._holds) > 0
+        for group in self._groups:
+            held[group] = True
         return held
 
     def release(self, segment: int) -> None:
         """Ends one `hold`."""
         holds = self._holds[segment] = self._holds[segment] - 1
         assert holds >= 0, "a segment was released more often than it was held"
-        if holds == 0 and segment in self._when_unheld:
+        if holds == 0 and self._when_unheld:
+            self._tell_unheld(segment)
+
+    def hold_all(self, segments: Sequence[int]) -> None:
+        """`hold` of each, as a group that is released at once; one may stand there several times.
+
+        The group is only noted: reads begin and end by the thousand, and who asks for holds is an eviction. The
+        sequence may not be changed before it is released.
+        """
+        self._groups.append(segments)
+
+    def release_all(self, segments: Sequence[int]) -> None:
+        """Ends a `hold_all` of these."""
+        self._groups.remove(segments)
+        if self._when_unheld:
+            for segment in dict.fromkeys(segments):
+                self._tell_unheld(segment)
+
+    def hold_apart(self, segments: Sequence[int]) -> None:
+        """What `hold_all` holds is released one by one from here on."""
+        self._groups.remove(segments)
+        for segment in segments:
+            self._holds[segment] += 1
+
+    def _tell_unheld(self, segment: int) -> None:
+        if segment in self._when_unheld and not self.is_held(segment):
             for action in self._when_unheld.pop(segment):
                 action()
 
-    def hold_all(self, segments: Sequence[int]) -> None:
-        """`hold` of each; one may stand there several times."""
-        holds = self._holds
-        for segment in segments:
-            holds[segment] += 1
-
-    def release_all(self, segments: Sequence[int]) -> None:
-        """`release` of each."""
-        if self._when_unheld:
-            for segment in segments:
-                self.release(segment)
-            return
-        holds = self._holds
-        for segment in segments:
-            holds[segment] -= 1
-
     def when_unheld(self, segment: int, action: Callable[[], None]) -> None:
         """Do something once no read holds the segment; now if none does. New holds must not come any more."""
-        if self._holds[segment] == 0:
+        if not self.is_held(segment):
             action()
         else:
             self._when_unheld.setdefault(segment, []).append(action)

@@ -71,9 +71,9 @@ class DriveQueue(Protocol):
 
     def submit(self, op: IoOp) -> None: ...
 
-    def start(self, now_ns: int | None = None) -> None: ...
+    def start(self) -> None: ...
 
-    def pump(self, now_ns: int | None = None) -> list[IoOp]: ...
+    def pump(self) -> list[IoOp]: ...
 
 
 class StoreMemory(MemorySide, RecordWatcher, Protocol):
@@ -359,10 +359,12 @@ class Store:
         sweeps = self.writer.pending or self.allocator.next_retry_ns() is not None or self.log.failed is not None
         sweeps = sweeps or self.table.in_state_count[SegmentState.BAD] > 0
         times = [self._next_sweep_ns] if sweeps else []
-        others = (self.writer.next_timer_ns(), self.scrubber.next_timer_ns())
+        for due_ns in (self.writer.next_timer_ns(), self.scrubber.next_timer_ns()):
+            if due_ns is not None:
+                times.append(due_ns)
         if self._rests and not self._rested and self._may_be_ahead() and not self.allocator.free_count():
             times.append(0)  # in the next turn, when the last put has its answer: see `_room_is_short`
-        return min([*times, *(at for at in others if at is not None)], default=None)
+        return min(times) if times else None
 
     def _revive_log(self, now_ns: int) -> None:
         """A log that failed is tried again every few seconds, so that writes go on when the drive does."""

@@ -338,27 +338,36 @@ def start_get(connection: Connection, body: bytes | bytearray, engine: Engine, *
     if plain is not None and _answer_from_memory(connection, engine, *plain, now_ns=now_ns):
         metrics.calls[Verb.GET] += 1
         return False
-    get = Get.decode(body)
+    get = None
+    ranges: Sequence[Sequence[tuple[int, int]]] | None = None
+    if plain is not None:
+        digest, keys, left_ns = plain  # judged already
+    else:
+        get = Get.decode(body)
+        digest, keys, left_ns = get.namespace, get.keys, get.deadline_ns
+        ranges = decode_ranges(get)
     metrics.calls[Verb.GET] += 1
-    ranges = decode_ranges(get)
-    count = len(get.keys) // DIGEST_BYTES
-    namespace = engine.namespace(get.namespace)
-    deadline_ns = now_ns + get.deadline_ns
+    count = len(keys) // DIGEST_BYTES
+    namespace = engine.namespace(digest)
+    deadline_ns = now_ns + left_ns
     call = ReadCall(connection, count, metrics, now_ns=now_ns, deadline_ns=deadline_ns)
     connection.call = call
     if namespace is None:
         end_absent(call, count)
         return False
-    spec = ReadSpec(
-        namespace=namespace,
-        keys=get.keys,
-        flow=connection.flow,
-        deadline_ns=deadline_ns,
-        ranges=ranges,
-        content_ids=get.content_ids or None,
-        accept_pending=get.accept_pending,
-        verify=get.verify,
-    )
+    if get is None:
+        spec = ReadSpec(namespace=namespace, keys=keys, flow=connection.flow, deadline_ns=deadline_ns)
+    else:
+        spec = ReadSpec(
+            namespace=namespace,
+            keys=keys,
+            flow=connection.flow,
+            deadline_ns=deadline_ns,
+            ranges=ranges,
+            content_ids=get.content_ids or None,
+            accept_pending=get.accept_pending,
+            verify=get.verify,
+        )
     return not call.start(engine, spec, now_ns)
 
 

@@ -6,8 +6,10 @@ read-ahead buffer for the header and body of the next frame. `FrameWriter` is a 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate, islice
 from typing import Final, Protocol
 
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
@@ -546,9 +548,11 @@ class FrameWriter:
         iovecs = self._iovecs
         first = self._first
         count += self._first_at
-        while count >= len(iovecs[first]):
-            count -= len(iovecs[first])
-            first += 1
+        ends = list(accumulate(map(len, islice(iovecs, first, first + IO_VECTORS_MAX))))
+        passed = bisect_right(ends, count)
+        if passed:
+            count -= ends[passed - 1]
+            first += passed
         self._first_at = count
         if first > IO_VECTORS_MAX:
             del iovecs[:first]

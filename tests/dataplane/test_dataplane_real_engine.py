@@ -460,7 +460,9 @@ def test_a_read_leaves_no_cycle_to_be_collected(tmp_path: Path, count: int, cach
             client.get(NS, asked, range_counts=counts, ranges=blob)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        found = {type(one).__name__ for one in gc.garbage if isinstance(one, PieceCall | Request | Parcel | ReadyRecord)}
+        found = {
+            type(one).__name__ for one in gc.garbage if isinstance(one, PieceCall | Request | Parcel | ReadyRecord)
+        }
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
