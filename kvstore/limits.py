@@ -141,6 +141,11 @@ TEMPORARY_NAMES_READ_MAX: Final = 100_000  # others may fill the folder for temp
 
 # --- shared memory ---------------------------------------------------------------------------------------------
 REGIONS_PER_CONNECTION_MAX: Final = 1_024
+REGIONS_PER_CLIENT_MAX: Final = 4 * REGIONS_PER_CONNECTION_MAX  # two connections, and two that are about to end
+REGIONS_MAX: Final = (
+    16_384  # of all clients of a worker: each is a descriptor and one of 65,530 mappings (vm.max_map_count)
+)
+REGIONS_SHARE_OF_FILES: Final = 0.5  # of the open files that are allowed: connections need the others
 ALLOCATED_OF_FREE_MAX: Final = 0.9  # of the memory that is free, what one allocation may take at once
 REGION_BYTES_PER_CLIENT_MAX: Final = 64 * GiB  # mapped for one process; page tables of it take 1/512
 REGION_BYTES_MAX: Final = 256 * GiB  # mapped for all clients of a worker

@@ -49,7 +49,7 @@ from kvstore.server.verbs import AdminVerbs
 from kvstore.server.writer_calls import WriterCommitCall, WriterWriteCall, abort_writers, open_writers
 from kvstore.telemetry.logs import RepeatLogger
 from kvstore.telemetry.metrics import DataplaneMetrics, DeniedKind, Verb
-from kvstore.transport.shm_regions import MappedMemory
+from kvstore.transport.shm_regions import MappedMemory, regions_max
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import Refused, RefusedReason
 from kvstore.wire.body import MemoryBudget
@@ -130,7 +130,7 @@ class DataPlane:
         self.now_ns = clock()
         self.clock = clock
         self.requests_memory = MemoryBudget(REQUESTS_BYTES_MAX)
-        self.shared_memory = MappedMemory()
+        self.shared_memory = MappedMemory(regions_max=regions_max())
         self.rdma: RdmaService | None = None
         self._identity = identity
         self._admission = admission

@@ -147,6 +147,15 @@ def open_memory(fd: int, length_bytes: int) -> mmap.mmap:
         raise InvalidRequest(f"shared memory of {length_bytes} bytes cannot be mapped: {error}") from None
 
 
+def has_seals(fd: int) -> bool:
+    """Whether a descriptor can be a memfd: sockets, pipes, folders and files of other file systems cannot."""
+    try:
+        fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError:
+        return False
+    return True
+
+
 def memory_defect(fd: int, length_bytes: int) -> str:
     """Why a descriptor is not memory that may be mapped; empty when it is."""
     try:

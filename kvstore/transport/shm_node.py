@@ -17,7 +17,7 @@ from kvstore.errors import Denied, InvalidRequest
 from kvstore.limits import FRAME_AIM_BYTES, REGION_DESCRIPTORS_WAITING_MAX
 from kvstore.transport.base import FetchEvents, Landing
 from kvstore.transport.exchange import OnDescriptors
-from kvstore.transport.shm import is_trusted, peer_of
+from kvstore.transport.shm import has_seals, is_trusted, peer_of
 from kvstore.transport.shm_regions import MappedMemory, Regions
 from kvstore.transport.tcp_node import OtherPayload, TcpNodeChannel
 from kvstore.wire.body import MemoryBudget
@@ -27,6 +27,7 @@ from kvstore.wire.slices import Slice
 
 _FD_BYTES: Final = array.array("i").itemsize
 _VIEWS_MAX: Final = 1024
+_NO_MEMFD: Final = -1
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(REGION_DESCRIPTORS_WAITING_MAX * _FD_BYTES)
 
 
@@ -34,7 +35,7 @@ class DescriptorSocket(socket.socket):
     """A Unix socket that keeps the descriptors which come with its bytes.
 
     Attributes:
-        descriptors: received and not claimed yet, ours to close.
+        descriptors: received and not claimed yet, ours to close; _NO_MEMFD in place of one that is none, and closed.
         lost: more came than fit: they are gone, and what was to come with them is not what it says.
     """
 
@@ -71,8 +72,16 @@ class DescriptorSocket(socket.socket):
         self.keep(found.tolist(), bool(flags & socket.MSG_CTRUNC))
 
     def keep(self, found: Sequence[int], has_lost: bool) -> None:
-        """Takes over descriptors that were received; `has_lost` when more came, and are gone."""
-        self.descriptors.extend(found)
+        """Takes over descriptors that were received; `has_lost` when more came, and are gone.
+
+        What is no memfd is closed at once: a client's own end of this socket, kept here, would keep the connection
+        open when the client is gone.
+        """
+        for fd in found:
+            is_memfd = has_seals(fd)
+            self.descriptors.append(fd if is_memfd else _NO_MEMFD)
+            if not is_memfd:
+                os.close(fd)
         if has_lost or len(self.descriptors) > REGION_DESCRIPTORS_WAITING_MAX:
             self.lost = True
             self.drop_descriptors()
@@ -80,7 +89,13 @@ class DescriptorSocket(socket.socket):
     def drop_descriptors(self) -> None:
         """Closes what nobody has claimed."""
         while self.descriptors:
-            os.close(self.descriptors.popleft())
+            self.drop_next()
+
+    def drop_next(self) -> None:
+        """Closes the first."""
+        fd = self.descriptors.popleft()
+        if fd != _NO_MEMFD:
+            os.close(fd)
 
 
 class ShmNodeChannel(TcpNodeChannel):
@@ -136,12 +151,18 @@ class ShmNodeChannel(TcpNodeChannel):
             )
         if not descriptors:
             raise InvalidRequest("REGION came without a descriptor: send one with the frame (SCM_RIGHTS)")
-        self._regions.add(request.region, descriptors.popleft(), request.length_bytes)
+        fd = descriptors.popleft()
+        if fd == _NO_MEMFD:
+            raise InvalidRequest(
+                f"what came with REGION {request.region} is no memfd; make one with memfd_create(2) and "
+                "MFD_ALLOW_SEALING"
+            )
+        self._regions.add(request.region, fd, request.length_bytes)
 
     def refuse_region(self) -> None:
         """A REGION could not be read: what came with it is not the next one's."""
         if self._descriptors.descriptors:
-            os.close(self._descriptors.descriptors.popleft())
+            self._descriptors.drop_next()
 
     def drop_regions(self, regions: Sequence[int]) -> None:
         """Carries out REGION_DROP."""

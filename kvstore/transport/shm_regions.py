@@ -9,57 +9,91 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import weakref
 from collections import defaultdict
 
 from kvstore.errors import Overloaded
-from kvstore.limits import PAGE_BYTES, REGION_BYTES_MAX, REGION_BYTES_PER_CLIENT_MAX, REGIONS_PER_CONNECTION_MAX
+from kvstore.limits import (
+    PAGE_BYTES,
+    REGION_BYTES_MAX,
+    REGION_BYTES_PER_CLIENT_MAX,
+    REGIONS_MAX,
+    REGIONS_PER_CLIENT_MAX,
+    REGIONS_PER_CONNECTION_MAX,
+    REGIONS_SHARE_OF_FILES,
+)
 from kvstore.transport.regions import RegionTable
 from kvstore.transport.shm import Peer, open_memory
 from kvstore.wire.shared import Place
 
 
+def regions_max() -> int:
+    """How many regions all clients together may have, where each takes one of this process's open files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return REGIONS_MAX if soft == resource.RLIM_INFINITY else min(REGIONS_MAX, int(soft * REGIONS_SHARE_OF_FILES))
+
+
 class MappedMemory:
-    """Bytes that are mapped, for each process and together.
+    """Bytes that are mapped, and in how many regions, for each process and together.
 
     Attributes:
-        mapped_bytes: of all clients now.
+        mapped_bytes, mapped_regions: of all clients now.
         from_drive_bytes: payload that a drive has put into them.
         copied_in_bytes, copied_out_bytes: payload that we have copied to places of theirs, and from there.
     """
 
     def __init__(
-        self, *, bytes_max: int = REGION_BYTES_MAX, client_bytes_max: int = REGION_BYTES_PER_CLIENT_MAX
+        self,
+        *,
+        bytes_max: int = REGION_BYTES_MAX,
+        client_bytes_max: int = REGION_BYTES_PER_CLIENT_MAX,
+        regions_max: int = REGIONS_MAX,
+        client_regions_max: int = REGIONS_PER_CLIENT_MAX,
     ) -> None:
-        self.mapped_bytes = 0
+        self.mapped_bytes = self.mapped_regions = 0
         self.from_drive_bytes = self.copied_in_bytes = self.copied_out_bytes = 0
         self._bytes_max = bytes_max
         self._client_bytes_max = client_bytes_max
-        self._of_peer: defaultdict[Peer, int] = defaultdict(int)
+        self._regions_max = regions_max
+        self._client_regions_max = client_regions_max
+        self._of_peer: defaultdict[Peer, tuple[int, int]] = defaultdict(lambda: (0, 0))  # bytes, regions
 
     def map(self, fd: int, length_bytes: int, peer: Peer) -> mmap.mmap:
         """Maps a client's memory. Raises Overloaded over a bound, else as `open_memory`."""
-        own = self._of_peer[peer]
-        if own + length_bytes > self._client_bytes_max:
+        own_bytes, own_regions = self._of_peer.get(peer, (0, 0))
+        if own_bytes + length_bytes > self._client_bytes_max:
             raise Overloaded(
-                f"{own} bytes are shared by this process already, {length_bytes} more are over the limit of "
+                f"{own_bytes} bytes are shared by this process already, {length_bytes} more are over the limit of "
                 f"{self._client_bytes_max}: share less, or drop what is not used"
+            )
+        if own_regions >= self._client_regions_max:
+            raise Overloaded(
+                f"{own_regions} regions are shared by this process, the limit is {self._client_regions_max}: "
+                "share larger ones, or drop what is not used"
             )
         if self.mapped_bytes + length_bytes > self._bytes_max:
             raise Overloaded(
                 f"{self.mapped_bytes} bytes are shared by all clients, {length_bytes} more are over the limit of "
                 f"{self._bytes_max}: close clients that are done, or let some use transport tcp"
             )
+        if self.mapped_regions >= self._regions_max:
+            raise Overloaded(
+                f"{self.mapped_regions} regions are shared by all clients, the limit is {self._regions_max}: close "
+                "clients that are done, let some use transport tcp, or raise the limit on open files (ulimit -Hn)"
+            )
         mapped = open_memory(fd, length_bytes)
-        self._of_peer[peer] += length_bytes
-        self.mapped_bytes += length_bytes
-        weakref.finalize(mapped, self._unmapped, length_bytes, peer).atexit = False
+        self._count(length_bytes, 1, peer)
+        weakref.finalize(mapped, self._count, -length_bytes, -1, peer).atexit = False
         return mapped
 
-    def _unmapped(self, length_bytes: int, peer: Peer) -> None:
-        self.mapped_bytes -= length_bytes
-        self._of_peer[peer] -= length_bytes
-        if not self._of_peer[peer]:
+    def _count(self, length_bytes: int, regions: int, peer: Peer) -> None:
+        self.mapped_bytes += length_bytes
+        self.mapped_regions += regions
+        own_bytes, own_regions = self._of_peer[peer]
+        if own_regions + regions:
+            self._of_peer[peer] = own_bytes + length_bytes, own_regions + regions
+        else:
             del self._of_peer[peer]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from kvstore.limits import (
     FRAME_BODY_BYTES_MAX,
     PAGE_BYTES,
     REGION_DESCRIPTORS_WAITING_MAX,
+    REGIONS_MAX,
     REGIONS_PER_CONNECTION_MAX,
     SLICE_BYTES_MAX,
     KiB,
@@ -25,9 +27,9 @@ from kvstore.limits import (
 from kvstore.server.batch import unpack_u32
 from kvstore.testing.transport_suite import Conditions, Joint, TransportSuite
 from kvstore.transport.base import FetchEvents, Landing, NodeChannel
-from kvstore.transport.shm import create_memory, memory_defect, open_memory, peer_of
+from kvstore.transport.shm import Peer, create_memory, memory_defect, open_memory, peer_of
 from kvstore.transport.shm_node import DescriptorSocket, ShmNodeChannel
-from kvstore.transport.shm_regions import MappedMemory, Regions
+from kvstore.transport.shm_regions import MappedMemory, Regions, regions_max
 from kvstore.transport.tcp import TcpChannel
 from kvstore.wire.frames import Frame, FrameReader
 from kvstore.wire.header import FrameType
@@ -331,6 +333,37 @@ def test_bounds_hold_and_count_what_is_mapped() -> None:
     theirs.close()
 
 
+def test_the_number_of_regions_is_bounded_for_a_process_and_for_all() -> None:
+    """Each takes a descriptor of the node, which connections need as well."""
+    memory = MappedMemory(regions_max=3, client_regions_max=2)
+    first, second = Regions(memory, Peer(pid=1, uid=0)), Regions(memory, Peer(pid=1, uid=0))
+    other = Regions(memory, Peer(pid=2, uid=0))
+    for regions in (first, second):
+        regions.add(1, create_memory(PAGE_BYTES), PAGE_BYTES)
+    with pytest.raises(Overloaded, match="2 regions are shared by this process"):
+        second.add(2, create_memory(PAGE_BYTES), PAGE_BYTES)
+    other.add(1, create_memory(PAGE_BYTES), PAGE_BYTES)
+    with pytest.raises(Overloaded, match="3 regions are shared by all clients"):
+        other.add(2, create_memory(PAGE_BYTES), PAGE_BYTES)
+    first.close()
+    second.add(2, create_memory(PAGE_BYTES), PAGE_BYTES)
+    assert memory.mapped_regions == 3
+    second.close()
+    other.close()
+    assert (memory.mapped_regions, memory.mapped_bytes) == (0, 0)
+
+
+def test_regions_leave_open_files_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    for allowed, expected in (
+        (resource.RLIM_INFINITY, REGIONS_MAX),
+        (1 << 20, REGIONS_MAX),
+        (20_000, 10_000),
+        (1_024, 512),
+    ):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, allowed=allowed: (allowed, allowed))
+        assert regions_max() == expected
+
+
 def test_regions_of_a_connection_are_bounded(regions: Regions) -> None:
     for number in range(REGIONS_PER_CONNECTION_MAX):
         regions.add(number, create_memory(PAGE_BYTES), PAGE_BYTES)
@@ -354,6 +387,25 @@ def test_descriptors_that_nobody_claims_are_closed() -> None:
     assert open_files() == before + 1 + 12
     joint.node.close()
     assert open_files() < before + 1
+    os.close(fd)
+    joint.close()
+
+
+def test_a_descriptor_that_is_no_memfd_is_not_kept() -> None:
+    """Our own end of the socket would keep the connection open when we are gone."""
+    joint = SocketJoint(Conditions(name="usual"))
+    fd = create_memory(PAGE_BYTES)
+    before = open_files()
+    socket.send_fds(joint.ours, [b"KV"], [joint.ours.fileno(), fd])
+    joint._node._descriptors._receive([memoryview(bytearray(2))])
+    assert open_files() == before + 1
+    with pytest.raises(InvalidRequest, match="no memfd"):
+        joint._node.add_region(Region(region=1, length_bytes=PAGE_BYTES))
+    joint._node.add_region(Region(region=1, length_bytes=PAGE_BYTES))
+    socket.send_fds(joint.ours, [b"KV"], [joint.ours.fileno()])
+    joint.ours.close()
+    while joint._node._descriptors._receive([memoryview(bytearray(2))]):
+        pass  # ends: nobody has the other end any more
     os.close(fd)
     joint.close()
 
