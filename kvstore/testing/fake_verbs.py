@@ -89,7 +89,8 @@ class _Request:
 
 
 class FakeFabric:
-    """All devices of one network. `hold` keeps posted work from ending until `release`.
+    """All devices of one network. `hold` keeps posted work from ending until `release`. Node, client, test and whoever
+    destroys queue pairs may be threads of their own.
 
     Attributes:
         transferred: payload bytes that READ and WRITE have moved.
@@ -107,6 +108,7 @@ class FakeFabric:
         self.requests = 0
         self.pairs: dict[int, FakePair] = {}
         self.regions: dict[int, FakeRegion] = {}  # by key, both keys of a region being equal
+        self.lock = threading.RLock()
         self._waiting: deque[_Request] = deque()
         self._next_number = 17
         self._next_key = 0x1000
@@ -125,40 +127,46 @@ class FakeFabric:
 
     def hold(self) -> None:
         """Nothing that is posted ends."""
-        self.is_held = True
+        with self.lock:
+            self.is_held = True
 
     def release(self, count: int | None = None) -> None:
         """Carries out so many held chains, all by default, which also ends `hold`."""
-        if count is None:
-            self.is_held, count = False, len(self._waiting)
-        while count > 0 and self._waiting:
-            count -= 1
-            self._carry_out(self._waiting.popleft())
+        with self.lock:
+            if count is None:
+                self.is_held, count = False, len(self._waiting)
+            while count > 0 and self._waiting:
+                count -= 1
+                self._carry_out(self._waiting.popleft())
 
     def submit(self, request: _Request) -> None:
         """A chain is posted."""
-        self.posts += 1
-        self.requests += len(request.pieces)
-        self._waiting.append(request)
-        if not self.is_held:
-            self.release()
+        with self.lock:
+            self.posts += 1
+            self.requests += len(request.pieces)
+            self._waiting.append(request)
+            if not self.is_held:
+                self.release()
 
     def flush(self, pair: FakePair, *, quietly: bool) -> None:
         """The chains of a pair end undone; without completions when it is destroyed."""
-        own = [one for one in self._waiting if one.pair is pair]
-        self._waiting = deque(one for one in self._waiting if one.pair is not pair)
-        for one in own if not quietly else ():
-            self._end(one, 0, Status.FLUSHED)
+        with self.lock:
+            own = [one for one in self._waiting if one.pair is pair]
+            self._waiting = deque(one for one in self._waiting if one.pair is not pair)
+            for one in own if not quietly else ():
+                self._end(one, 0, Status.FLUSHED)
 
     def new_number(self) -> int:
         """Of a queue pair."""
-        self._next_number += 1
-        return self._next_number
+        with self.lock:
+            self._next_number += 1
+            return self._next_number
 
     def new_key(self) -> int:
         """Of a region."""
-        self._next_key += _KEY_STEP
-        return self._next_key
+        with self.lock:
+            self._next_key += _KEY_STEP
+            return self._next_key
 
     def _carry_out(self, request: _Request) -> None:
         pair = request.pair
@@ -251,7 +259,7 @@ class FakeDevice:
         """See `Device.register`."""
         about = f"{length_bytes} bytes on {self.name}"
         self.hardware.check("reg_mr", about)
-        own = sum(region.device is self for region in self.fabric.regions.values())
+        own = sum(region.device is self for region in list(self.fabric.regions.values()))
         if length_bytes > self.limits.region_bytes_max or own >= self.limits.regions_max:
             raise VerbsFailure("reg_mr", errno.ENOMEM, about)
         if address <= 0 or length_bytes <= 0:
@@ -271,7 +279,7 @@ class FakeDevice:
         """See `Device.queue_pair`."""
         assert isinstance(completions, FakeCompletions), "of this device"
         self.hardware.check("create_qp", self.name)
-        own = sum(pair.device is self for pair in self.fabric.pairs.values())
+        own = sum(pair.device is self for pair in list(self.fabric.pairs.values()))
         if own >= self.limits.pairs_max:
             raise VerbsFailure("create_qp", errno.ENOMEM, self.name)
         return FakePair(self, completions)
@@ -336,7 +344,7 @@ class FakeCompletions:
 
     def close(self) -> None:
         """See `CompletionQueue.close`."""
-        if any(pair.completions is self for pair in self.device.fabric.pairs.values()):
+        if any(pair.completions is self for pair in list(self.device.fabric.pairs.values())):
             raise VerbsFailure("destroy_cq", errno.EBUSY, self.device.name)
         if self._event >= 0:
             os.close(self._event)
@@ -372,14 +380,15 @@ class FakePair:
 
     def fail(self) -> None:
         """See `QueuePair.fail`."""
-        if self.current is PairState.ERROR:
-            return
-        self.current = PairState.ERROR
-        if self.device.hardware.is_flushing:
-            self.device.fabric.flush(self, quietly=False)
-        while self._receives:
-            _, work_id = self._receives.popleft()
-            self.completions.add(Completion(work_id, Status.FLUSHED, self.number, 0))
+        with self.device.fabric.lock:
+            if self.current is PairState.ERROR:
+                return
+            self.current = PairState.ERROR
+            if self.device.hardware.is_flushing:
+                self.device.fabric.flush(self, quietly=False)
+            while self._receives:
+                _, work_id = self._receives.popleft()
+                self.completions.add(Completion(work_id, Status.FLUSHED, self.number, 0))
 
     def post(self, kind: Work, pieces: Sequence[Piece], work_id: int) -> None:
         """See `QueuePair.post`."""
@@ -413,7 +422,8 @@ class FakePair:
         """See `QueuePair.close`."""
         self.device.hardware.check("destroy_qp", f"queue pair {self.number}")
         self.device.hardware.is_letting_go.wait()
-        if self.device.fabric.pairs.pop(self.number, None) is not None:
-            self.current = PairState.ERROR
-            self.device.fabric.flush(self, quietly=True)
-            self._receives.clear()
+        with self.device.fabric.lock:
+            if self.device.fabric.pairs.pop(self.number, None) is not None:
+                self.current = PairState.ERROR
+                self.device.fabric.flush(self, quietly=True)
+                self._receives.clear()

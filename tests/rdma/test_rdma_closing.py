@@ -6,8 +6,11 @@ import ctypes
 import errno
 import itertools
 import os
+import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -250,6 +253,46 @@ def test_a_client_does_not_wait_for_a_device_that_does_not_let_go(bed: Bed) -> N
     assert not any(memory.memory[3])
     bed.client.is_letting_go.set()
     joint.close()
+
+
+def test_scripted_devices_may_be_driven_by_several_threads(bed: Bed) -> None:
+    """As in whole nodes: one posts, one destroys, and a test says when work ends."""
+    rail, remote = node_rail(bed.fabric, "node0", 3), client_rail(bed.fabric, "client0", 3)
+    table = PairTable(rail)
+    is_over = threading.Event()
+    ends: list[int] = []
+    count = 0
+
+    def release_again_and_again() -> None:
+        while not is_over.is_set():
+            bed.fabric.hold()
+            bed.fabric.release()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            releasing = pool.submit(release_again_and_again)
+            try:
+                for _ in range(1000):
+                    lane = ClientLane(remote, Lane.FOREGROUND)
+                    lane.answer(table.open(b"client", Lane.FOREGROUND, lane.begin(0), 0), 0)
+                    pair = table._entries[b"client", Lane.FOREGROUND].pair
+                    for _ in range(20):
+                        pair.submit(Transfer(Work.READ, [(0, 8, 0, 0, 0)], ends.append))
+                        count += 1
+                    pair.close()
+                    lane.close()
+                    turn_until([], lambda: rail.on_readable() or rail.dying_count < PAIRS_CLOSING_MAX // 2)
+            finally:
+                is_over.set()
+            releasing.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert rail.close_pairs(10**11)
+    assert len(ends) == count
+    rail.close()
+    remote.close()
 
 
 def test_so_many_pairs_may_be_on_their_way_out(bed: Bed) -> None:
