@@ -151,6 +151,7 @@ REGION_BYTES_PER_CLIENT_MAX: Final = 64 * GiB  # mapped for one process; page ta
 REGION_BYTES_MAX: Final = 256 * GiB  # mapped for all clients of a worker
 BOUNCE_BYTES_MAX: Final = 64 * MiB  # of a connection: through it come records for memory that is not shared
 REGION_DESCRIPTORS_WAITING_MAX: Final = 16  # received and not claimed by a REGION yet
+ANSWER_LOOK_NS: Final = 250_000  # a single read of shared memory looks for its answer, before it sleeps
 PLACES_PER_CALL_MAX: Final = 4_096  # items of one call whose memory is named
 DIRECT_WINDOW_BYTES: Final = 17 * MiB  # of one request: reads from the drive into a client's memory, under way
 DETACHED_RANGES_MAX: Final = 64  # of one allocation: more, and all of it goes by the socket from then on

@@ -83,6 +83,7 @@ class ReadLane:
         )
         self._send = exchange.send
         self._receive = exchange.receive
+        self._ask = exchange.ask
         self._record_bytes = record_bytes
         self._block_bytes = block_bytes
         self._duration_ns = duration_ns

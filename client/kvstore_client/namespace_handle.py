@@ -18,7 +18,7 @@ from kvstore_client import read_verbs, write_verbs
 from kvstore_client.copies import StoreRequest
 from kvstore_client.core import ClientCore
 from kvstore_client.incoming import IncomingRecord
-from kvstore_client.lane import Lanes, ReadLane
+from kvstore_client.lane import Lanes
 from kvstore_client.loads import Begun
 from kvstore_client.match import Match
 from kvstore_client.options import DURABILITIES, WAITS, choice, deadline_after, group_of, pin_ttl_ns
@@ -295,19 +295,25 @@ class BoundNamespace(NamespaceKeys):
         """
         quick: Begun | int = 0
         session = self._client.session()
-        is_shared, by_rdma = self._placed(session.core, buffers) if self._may_share else (False, False)
+        lanes = self._lanes
         if (
-            ranges is None
-            and layers is None
-            and shards is None
-            and part is None
-            and content_ids is None
-            and soft_deadline is None
-            and not accept_pending
-            and self._lanes is not None
-            and not by_rdma
+            ranges is not None
+            or layers is not None
+            or shards is not None
+            or part is not None
+            or content_ids is not None
+            or soft_deadline is not None
+            or accept_pending
         ):
-            done = self._lanes.read(keys, buffers, deadline, PlacedLane if is_shared else ReadLane)
+            lanes = None
+        if lanes is not None and self._may_share and session.core.memory.numbers:
+            done = lanes.read(keys, buffers, deadline, PlacedLane)
+            if isinstance(done, list):
+                return done
+            quick = done
+        is_shared, by_rdma = self._placed(session.core, buffers) if self._may_share else (False, False)
+        if lanes is not None and not quick and not is_shared and not by_rdma:
+            done = lanes.read(keys, buffers, deadline)
             if isinstance(done, list):
                 return done
             quick = done

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from kvstore.errors import ChecksumMismatch, KVStoreError, Unavailable
 from kvstore.types.checksum import crcs_match
@@ -12,9 +12,7 @@ from kvstore.wire.header import FrameType
 from kvstore_client.connection import Connection
 from kvstore_client.lane import ReadLane
 from kvstore_client.loads import Begun
-from kvstore_client.shm_places import ConnectionRegions, place_at
-
-_NOTHING: Final = memoryview(bytearray(0))
+from kvstore_client.shm_places import PLACED_BYTES_MIN, ConnectionRegions, place_at
 
 
 class PlacedLane(ReadLane):
@@ -23,7 +21,9 @@ class PlacedLane(ReadLane):
     _IS_PLACED: ClassVar = True
 
     def read(self, key: bytes, view: memoryview) -> list[Hit | Miss] | Begun | int:
-        """See `ReadLane.read`; 0 also when the node does not know the memory yet."""
+        """See `ReadLane.read`; 0 also when it is other memory, or the node does not know it yet."""
+        if self._record_bytes < PLACED_BYTES_MIN:
+            return 0
         now_ns = time.monotonic_ns()
         link = self._link
         if self._core.wants_view(now_ns):
@@ -40,18 +40,17 @@ class PlacedLane(ReadLane):
         handle, _, next_id = quick
         connection.deadline_ns = deadline_ns = now_ns + self._duration_ns
         try:
-            request_id = next_id()
-            if not self._send(handle, request_id, link.view_epoch, key, place):
-                raise Unavailable("a request did not fit the socket of an idle connection")
             if not self._duration_ns <= connection.receive_timeout_ns <= self._armed_ns_max:
                 connection.arm_receive(self._duration_ns)
             try:
-                answer = self._receive(handle, request_id, _NOTHING)
+                answer = self._ask(handle, next_id(), link.view_epoch, key, place, self._duration_ns)
             except BlockingIOError:
                 return self._read_on(connection, b"", view)  # too late, and it is known there what to do about it
             if not isinstance(answer, tuple):
                 if answer:
                     return self._read_on(connection, answer, view)
+                if answer is False:
+                    raise Unavailable("a request did not fit the socket of an idle connection")
                 if answer is None:
                     raise ChecksumMismatch("a PLACED frame was changed on the way; the connection must be opened anew")
                 raise Unavailable(f"node at {connection.address} closed the connection; it may be restarting")

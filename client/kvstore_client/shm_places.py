@@ -20,7 +20,7 @@ from kvstore_client.stats import Counters
 if TYPE_CHECKING:
     from kvstore_client.connection import Connection
 
-_PLACED_BYTES_MIN: Final = 16 * 1024
+PLACED_BYTES_MIN: Final = 16 * 1024
 """Of one call; less is as quick through the socket."""
 _BLOBS_MAX: Final = 1024
 _DEADLINE: Final = int(MissReason.DEADLINE)
@@ -297,7 +297,7 @@ def lies_in_shared_memory(memory: SharedMemory, buffers: Sequence[object]) -> bo
     if type(view) is not memoryview or view.readonly or not view.contiguous:
         return False
     length = view.nbytes
-    return len(buffers) * length >= _PLACED_BYTES_MIN and memory.find(address_of(view), length) is not None
+    return len(buffers) * length >= PLACED_BYTES_MIN and memory.find(address_of(view), length) is not None
 
 
 def send_with_descriptor(held: socket.socket, buffers: Sequence[bytes | memoryview], fd: int) -> int:

@@ -127,22 +127,25 @@ class ReadLane:
         if not head:
             record.reply = head = record_head(record.facts)
         payload_bytes = len(payload)
-        if place:
-            assert self._shared is not None, "a GET_INTO was learned"
-            into = self._shared.view_of(place)
-            if into is None or len(into) != payload_bytes:
-                return False
-            self._shared.copy_in(into, payload)
-            head, payload = placed_head(head), _NOTHING
-        connection = self._connection
-        assert self._exchange is not None, "answered before it was received"
+        connection, exchange, epoch = self._connection, self._exchange, plane.epoch
+        assert exchange is not None, "answered before it was received"
         try:
-            count = self._exchange.answer(head, payload, request_id, plane.epoch)
+            if not place:
+                count = exchange.answer(head, payload, request_id, epoch)
+            else:
+                assert self._shared is not None, "a GET_INTO was learned"
+                into = self._shared.views.get(place) or self._shared.view_of(place)
+                if into is None or len(into) != payload_bytes:
+                    return False
+                count = exchange.place(head, payload, into, request_id, epoch)
+                self._shared.memory.copied_in_bytes += payload_bytes
         except OSError as error:
             count = connection.channel.took_none(error)
-        if count != len(head) + len(payload):
+        if count != (len(head) if place else len(head) + payload_bytes):
+            if place:
+                head, payload = placed_head(head), _NOTHING
             record.hold()
-            head = data_head(head, request_id, plane.epoch)
+            head = data_head(head, request_id, epoch)
             connection.send_rest(head, payload, sent_bytes=count, on_sent=record.release)
         connection.due_ns = now_ns + IDLE_WAIT_NS
         metrics = self._metrics

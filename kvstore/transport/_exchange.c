@@ -2,8 +2,10 @@
  * kvstore.transport._exchange: the two ends of a read of one record, each a call or two; see kvstore/transport/exchange.py, which
  * holds the same in Python and says what is returned.
  *
- *   ReadExchange    the client's: send(handle, id, epoch, key, place), receive(handle, id, view);
- *   AnswerExchange  the node's: receive(), learn(count, place_bytes), answer(body, payload, id, epoch).
+ *   ReadExchange    the client's: send(handle, id, epoch, key, place), receive(handle, id, view), and both in one when the
+ *                   record comes to a place: ask(handle, id, epoch, key, place, wait_ns);
+ *   AnswerExchange  the node's: receive(), learn(count, place_bytes), answer(head, payload, id, epoch), and for a place
+ *                   place(head, payload, into, id, epoch).
  *
  * What keeps this sound:
  *   - nothing is decoded: a frame is compared with the one that is expected, byte for byte but for the fields that may
@@ -12,14 +14,17 @@
  *   - the caller's memory is held through the buffer protocol while the kernel writes to it without the GIL;
  *   - descriptors stay the caller's: a connection is closed by nobody but who has taken it.
  */
+#define _GNU_SOURCE /* ppoll(2) */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <errno.h>
+#include <poll.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
+#include <time.h>
 
 #include "../types/_crc32c.h"
 
@@ -27,9 +32,10 @@
 #error "the wire's words are little endian"
 #endif
 
-#define KV_INTERFACE 3 /* of this module to its Python half; raise it, and kvstore/types/compiled.py, with each change of either */
+#define KV_INTERFACE 4 /* of this module to its Python half; raise it, and kvstore/types/compiled.py, with each change of either */
 #define KV_ID_AT 4          /* of the request id, docs/protocol.md "Header" */
 #define KV_SIZES_AT 8
+#define KV_PAYLOAD_AT 12
 #define KV_EPOCH_AT 16
 #define KV_FLAGS_AT 24
 #define KV_CRC_AT 28
@@ -41,8 +47,11 @@
 #define KV_HEAD_MAX 4096    /* header, slice and CRC table of one record */
 #define KV_FIRST 8192       /* of a payload, sent first: the peer wakes up while the rest is copied */
 #define KV_SPLIT_MIN 32768  /* payload for which that pays */
+#define KV_ASLEEP 32        /* answers that are slept for after one that was looked for in vain */
 #define KV_FORMS 4          /* kinds of request that a node compares with */
 #define KV_DESCRIPTORS 16   /* that may come with one receive; more are closed by the kernel, and it says so */
+
+static const unsigned char KV_PLACED[4] = {'K', 'V', 1, 33}; /* how a PLACED frame begins */
 
 /* Of a head: all of the header before its CRC, then the body. */
 static uint32_t head_crc(const unsigned char *head, size_t length)
@@ -67,15 +76,18 @@ typedef struct {
     PyObject_HEAD
     PyObject *frame, *head; /* bytes; NULL before __init__ */
     Py_ssize_t frame_bytes, key_at, place_bytes, head_bytes, record_bytes;
+    long long look_ns; /* for so long `ask` looks for the answer before it sleeps */
+    unsigned asleep;   /* so many answers it sleeps for, since one took longer than that; with the GIL */
 } Read;
 
 static int read_init(Read *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"frame", "head", "key_at", "place_bytes", "record_bytes", NULL};
+    static char *names[] = {"frame", "head", "key_at", "place_bytes", "record_bytes", "look_ns", NULL};
     PyObject *frame, *head;
     Py_ssize_t key_at, place_bytes, record_bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$SSnnn", names, &frame, &head, &key_at, &place_bytes,
-                                     &record_bytes))
+    long long look_ns;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$SSnnnL", names, &frame, &head, &key_at, &place_bytes,
+                                     &record_bytes, &look_ns))
         return -1;
     if (PyBytes_GET_SIZE(frame) > KV_HEAD_MAX || key_at < KV_HEADER || place_bytes < 0 || place_bytes > KV_HEAD_MAX ||
         key_at > PyBytes_GET_SIZE(frame) - place_bytes - KV_KEY || PyBytes_GET_SIZE(head) > KV_HEAD_MAX ||
@@ -92,6 +104,7 @@ static int read_init(Read *self, PyObject *args, PyObject *kwargs)
     self->place_bytes = place_bytes;
     self->head_bytes = PyBytes_GET_SIZE(head);
     self->record_bytes = record_bytes;
+    self->look_ns = look_ns;
     return 0;
 }
 
@@ -110,24 +123,21 @@ static int counts_args(Py_ssize_t count, Py_ssize_t wanted)
     return 0;
 }
 
-static PyObject *read_send(Read *self, PyObject *const *args, Py_ssize_t count)
+/* The frame of a request, from the arguments after the handle; false with an exception set. */
+static int framed(const Read *self, PyObject *const *args, unsigned char *frame)
 {
-    if (!counts_args(count, 5))
-        return NULL;
-    long handle = PyLong_AsLong(args[0]);
     unsigned long id = PyLong_AsUnsignedLong(args[1]);
     unsigned long long epoch = PyLong_AsUnsignedLongLong(args[2]);
     if (PyErr_Occurred())
-        return NULL;
+        return 0;
     if (!self->frame || !PyBytes_Check(args[3]) || PyBytes_GET_SIZE(args[3]) != KV_KEY) {
         PyErr_SetString(PyExc_ValueError, "a key has 32 bytes");
-        return NULL;
+        return 0;
     }
     if (!PyBytes_Check(args[4]) || PyBytes_GET_SIZE(args[4]) != self->place_bytes) {
         PyErr_SetString(PyExc_ValueError, "a place of another length than the request has room for");
-        return NULL;
+        return 0;
     }
-    unsigned char frame[KV_HEAD_MAX];
     uint32_t id_word = (uint32_t)id, crc;
     memcpy(frame, PyBytes_AS_STRING(self->frame), self->frame_bytes);
     memcpy(frame + KV_ID_AT, &id_word, 4);
@@ -136,6 +146,17 @@ static PyObject *read_send(Read *self, PyObject *const *args, Py_ssize_t count)
     memcpy(frame + self->frame_bytes - self->place_bytes, PyBytes_AS_STRING(args[4]), self->place_bytes);
     crc = head_crc(frame, self->frame_bytes);
     memcpy(frame + KV_CRC_AT, &crc, 4);
+    return 1;
+}
+
+static PyObject *read_send(Read *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (!counts_args(count, 5))
+        return NULL;
+    long handle = PyLong_AsLong(args[0]);
+    unsigned char frame[KV_HEAD_MAX];
+    if (PyErr_Occurred() || !framed(self, args, frame))
+        return NULL;
     ssize_t sent;
     do {
         Py_BEGIN_ALLOW_THREADS
@@ -158,6 +179,98 @@ static PyObject *as_received(const unsigned char *head, size_t head_bytes, const
             memcpy(to + head_bytes, view->buf, count - head_bytes);
     }
     return all;
+}
+
+/* What an answer is of which `count` bytes have come, those behind the head into `view`; see exchange.ReadExchange. */
+static PyObject *judged(const Read *self, uint32_t id, const unsigned char *head, const Py_buffer *view, size_t count)
+{
+    const unsigned char *expected = (unsigned char *)PyBytes_AS_STRING(self->head);
+    const size_t after = KV_HEADER + KV_BEFORE_ID + KV_ID, table = KV_HEADER + KV_SLICE;
+    size_t head_bytes = (size_t)self->head_bytes;
+    if (count < head_bytes || memcmp(head, expected, KV_ID_AT) || memcmp(head + KV_ID_AT, &id, 4) ||
+        memcmp(head + KV_SIZES_AT, expected + KV_SIZES_AT, KV_EPOCH_AT - KV_SIZES_AT) ||
+        memcmp(head + KV_FLAGS_AT, expected + KV_FLAGS_AT, KV_CRC_AT - KV_FLAGS_AT) ||
+        memcmp(head + KV_HEADER, expected + KV_HEADER, KV_BEFORE_ID) ||
+        memcmp(head + after, expected + after, table - after))
+        return as_received(head, head_bytes, view, count);
+    if (head_crc(head, head_bytes) != u32_at(head + KV_CRC_AT))
+        Py_RETURN_NONE;
+    unsigned long long epoch;
+    memcpy(&epoch, head + KV_EPOCH_AT, 8);
+    return Py_BuildValue("nKy#y#", (Py_ssize_t)(count - head_bytes), epoch, (char *)head + KV_HEADER + KV_BEFORE_ID,
+                         (Py_ssize_t)KV_ID, (char *)head + table, (Py_ssize_t)(head_bytes - table));
+}
+
+static long long clock_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (long long)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/*
+ * The answer's bytes, as recv(2) says; EAGAIN when none has come until `end_ns`, EINTR at a signal.
+ *
+ * It looks for them until `look_end_ns`, since to sleep and to be woken takes as long as most answers do, and costs the
+ * node the waking. Then it sleeps in poll(2): whoever sleeps in recv(2) of a Unix socket is also woken, for nothing and at
+ * the peer's cost, when the peer takes what was sent (unix_write_space in the kernel's net/unix/af_unix.c).
+ */
+static ssize_t answered(int handle, unsigned char *head, size_t head_bytes, long long look_end_ns, long long end_ns)
+{
+    for (;;) {
+        ssize_t count = recv(handle, head, head_bytes, MSG_DONTWAIT);
+        if (count >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK))
+            return count;
+        long long now_ns = clock_ns();
+        if (now_ns < look_end_ns)
+            continue;
+        if (now_ns >= end_ns)
+            return count;
+        struct pollfd one = {.fd = handle, .events = POLLIN};
+        struct timespec left = {.tv_sec = (end_ns - now_ns) / 1000000000, .tv_nsec = (end_ns - now_ns) % 1000000000};
+        if (ppoll(&one, 1, &left, NULL) < 0)
+            return -1;
+    }
+}
+
+/* To send and to receive without a step in Python between them; nothing is expected behind the head. */
+static PyObject *read_ask(Read *self, PyObject *const *args, Py_ssize_t argument_count)
+{
+    if (!counts_args(argument_count, 6))
+        return NULL;
+    int handle = (int)PyLong_AsLong(args[0]);
+    long long wait_ns = PyLong_AsLongLong(args[5]), start_ns = clock_ns(), look_ns = self->asleep ? 0 : self->look_ns;
+    unsigned char frame[KV_HEAD_MAX], head[KV_HEAD_MAX];
+    if (PyErr_Occurred() || !framed(self, args, frame))
+        return NULL;
+    if (self->record_bytes) {
+        PyErr_SetString(PyExc_ValueError, "the record would come behind the answer: send, then receive");
+        return NULL;
+    }
+    ssize_t sent, count = -1;
+    do {
+        Py_BEGIN_ALLOW_THREADS
+        sent = send(handle, frame, self->frame_bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
+        Py_END_ALLOW_THREADS
+    } while (sent < 0 && errno == EINTR && !PyErr_CheckSignals());
+    if (PyErr_Occurred())
+        return NULL;
+    if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK)
+        return os_error();
+    if (sent < self->frame_bytes)
+        Py_RETURN_FALSE;
+    do {
+        Py_BEGIN_ALLOW_THREADS
+        count = answered(handle, head, (size_t)self->head_bytes, start_ns + look_ns, start_ns + wait_ns);
+        Py_END_ALLOW_THREADS
+    } while (count < 0 && errno == EINTR && !PyErr_CheckSignals());
+    if (count < 0)
+        return PyErr_Occurred() ? NULL : os_error();
+    if (!look_ns)
+        self->asleep -= !!self->asleep;
+    else if (clock_ns() - start_ns > look_ns)
+        self->asleep = KV_ASLEEP;
+    return judged(self, u32_at(frame + KV_ID_AT), head, NULL, (size_t)count);
 }
 
 static PyObject *read_receive(Read *self, PyObject *const *args, Py_ssize_t argument_count)
@@ -202,26 +315,7 @@ static PyObject *read_receive(Read *self, PyObject *const *args, Py_ssize_t argu
             os_error();
         goto done;
     }
-    const unsigned char *expected = (unsigned char *)PyBytes_AS_STRING(self->head);
-    uint32_t id_word = (uint32_t)id;
-    const size_t after = KV_HEADER + KV_BEFORE_ID + KV_ID, table = KV_HEADER + KV_SLICE;
-    if (count < (ssize_t)head_bytes || memcmp(head, expected, KV_ID_AT) || memcmp(head + KV_ID_AT, &id_word, 4) ||
-        memcmp(head + KV_SIZES_AT, expected + KV_SIZES_AT, KV_EPOCH_AT - KV_SIZES_AT) ||
-        memcmp(head + KV_FLAGS_AT, expected + KV_FLAGS_AT, KV_CRC_AT - KV_FLAGS_AT) ||
-        memcmp(head + KV_HEADER, expected + KV_HEADER, KV_BEFORE_ID) ||
-        memcmp(head + after, expected + after, table - after)) {
-        result = as_received(head, head_bytes, &view, (size_t)count);
-        goto done;
-    }
-    if (head_crc(head, head_bytes) != u32_at(head + KV_CRC_AT)) {
-        result = Py_NewRef(Py_None);
-        goto done;
-    }
-    unsigned long long epoch;
-    memcpy(&epoch, head + KV_EPOCH_AT, 8);
-    result = Py_BuildValue("nKy#y#", (Py_ssize_t)count - self->head_bytes, epoch,
-                           (char *)head + KV_HEADER + KV_BEFORE_ID, (Py_ssize_t)KV_ID, (char *)head + table,
-                           (Py_ssize_t)(head_bytes - table));
+    result = judged(self, (uint32_t)id, head, &view, (size_t)count);
 done:
     PyBuffer_Release(&view);
     return result;
@@ -230,6 +324,7 @@ done:
 static PyMethodDef read_methods[] = {
     {"send", (PyCFunction)(void (*)(void))read_send, METH_FASTCALL, "See exchange.ReadExchange."},
     {"receive", (PyCFunction)(void (*)(void))read_receive, METH_FASTCALL, "See exchange.ReadExchange."},
+    {"ask", (PyCFunction)(void (*)(void))read_ask, METH_FASTCALL, "See exchange.ReadExchange."},
     {NULL},
 };
 
@@ -399,30 +494,40 @@ static PyObject *answer_learn(Answer *self, PyObject *const *args, Py_ssize_t ar
     Py_RETURN_NONE;
 }
 
+/* A copy of the head in `args[0]` with the request's id and the epoch; how long, or 0 with an exception set. */
+static size_t headed(PyObject *given, PyObject *id_given, PyObject *epoch_given, unsigned char *head)
+{
+    unsigned long id = PyLong_AsUnsignedLong(id_given);
+    unsigned long long epoch = PyLong_AsUnsignedLongLong(epoch_given);
+    if (PyErr_Occurred())
+        return 0;
+    if (!PyBytes_Check(given) || PyBytes_GET_SIZE(given) < KV_HEADER || PyBytes_GET_SIZE(given) > KV_HEADER + KV_HEAD_MAX) {
+        PyErr_SetString(PyExc_ValueError, "no head of an answer");
+        return 0;
+    }
+    uint32_t id_word = (uint32_t)id;
+    memcpy(head, PyBytes_AS_STRING(given), (size_t)PyBytes_GET_SIZE(given));
+    memcpy(head + KV_ID_AT, &id_word, 4);
+    memcpy(head + KV_EPOCH_AT, &epoch, 8);
+    return (size_t)PyBytes_GET_SIZE(given);
+}
+
+static void sum_head(unsigned char *head, size_t head_bytes)
+{
+    uint32_t crc = head_crc(head, head_bytes);
+    memcpy(head + KV_CRC_AT, &crc, 4);
+}
+
 static PyObject *answer_answer(Answer *self, PyObject *const *args, Py_ssize_t count)
 {
     if (!counts_args(count, 4) || !is_made(self))
         return NULL;
-    unsigned long id = PyLong_AsUnsignedLong(args[2]);
-    unsigned long long epoch = PyLong_AsUnsignedLongLong(args[3]);
-    if (PyErr_Occurred())
-        return NULL;
-    if (!PyBytes_Check(args[0]) || PyBytes_GET_SIZE(args[0]) < KV_HEADER ||
-        PyBytes_GET_SIZE(args[0]) > KV_HEADER + KV_HEAD_MAX) {
-        PyErr_SetString(PyExc_ValueError, "no head of an answer");
-        return NULL;
-    }
-    Py_buffer payload;
-    if (PyObject_GetBuffer(args[1], &payload, PyBUF_SIMPLE) < 0)
-        return NULL;
     unsigned char head[KV_HEADER + KV_HEAD_MAX];
-    size_t head_bytes = (size_t)PyBytes_GET_SIZE(args[0]);
-    uint32_t id_word = (uint32_t)id, crc;
-    memcpy(head, PyBytes_AS_STRING(args[0]), head_bytes);
-    memcpy(head + KV_ID_AT, &id_word, 4);
-    memcpy(head + KV_EPOCH_AT, &epoch, 8);
-    crc = head_crc(head, head_bytes);
-    memcpy(head + KV_CRC_AT, &crc, 4);
+    size_t head_bytes = headed(args[0], args[2], args[3], head);
+    Py_buffer payload;
+    if (!head_bytes || PyObject_GetBuffer(args[1], &payload, PyBUF_SIMPLE) < 0)
+        return NULL;
+    sum_head(head, head_bytes);
     int splits = payload.len >= KV_SPLIT_MIN && !self->on_descriptors; /* a Unix socket gains nothing */
     size_t first = splits ? KV_FIRST : (size_t)payload.len, rest = (size_t)payload.len - first;
     struct iovec parts[2] = {{head, head_bytes}, {payload.buf, first}};
@@ -445,10 +550,50 @@ static PyObject *answer_answer(Answer *self, PyObject *const *args, Py_ssize_t c
     return PyLong_FromSsize_t(sent);
 }
 
+static PyObject *answer_place(Answer *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (!counts_args(count, 5) || !is_made(self))
+        return NULL;
+    unsigned char head[KV_HEADER + KV_HEAD_MAX];
+    size_t head_bytes = headed(args[0], args[3], args[4], head);
+    Py_buffer payload, into;
+    if (!head_bytes || PyObject_GetBuffer(args[1], &payload, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(args[2], &into, PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&payload);
+        return NULL;
+    }
+    PyObject *result = NULL;
+    if (into.len != payload.len) {
+        PyErr_SetString(PyExc_ValueError, "a place of another length than the record");
+        goto done;
+    }
+    memcpy(head, KV_PLACED, sizeof KV_PLACED);
+    memset(head + KV_PAYLOAD_AT, 0, 4);
+    sum_head(head, head_bytes);
+    ssize_t sent;
+    int handle = self->handle;
+    Py_BEGIN_ALLOW_THREADS
+    memcpy(into.buf, payload.buf, (size_t)payload.len);
+    sent = send(handle, head, head_bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
+    Py_END_ALLOW_THREADS
+    while (sent < 0 && errno == EINTR && !PyErr_CheckSignals())
+        sent = send(handle, head, head_bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent >= 0)
+        result = PyLong_FromSsize_t(sent);
+    else if (!PyErr_Occurred())
+        os_error();
+done:
+    PyBuffer_Release(&into);
+    PyBuffer_Release(&payload);
+    return result;
+}
+
 static PyMethodDef answer_methods[] = {
     {"receive", (PyCFunction)answer_receive, METH_NOARGS, "See exchange.AnswerExchange."},
     {"learn", (PyCFunction)(void (*)(void))answer_learn, METH_FASTCALL, "See exchange.AnswerExchange."},
     {"answer", (PyCFunction)(void (*)(void))answer_answer, METH_FASTCALL, "See exchange.AnswerExchange."},
+    {"place", (PyCFunction)(void (*)(void))answer_place, METH_FASTCALL, "See exchange.AnswerExchange."},
     {NULL},
 };
 
@@ -485,7 +630,8 @@ PyMODINIT_FUNC PyInit__exchange(void)
     if (!made || PyModule_AddType(made, &read_type) < 0 || PyModule_AddType(made, &answer_type) < 0 ||
         PyModule_AddIntConstant(made, "HEAD_BYTES_MAX", KV_HEAD_MAX) < 0 ||
         PyModule_AddIntConstant(made, "INTERFACE", KV_INTERFACE) < 0 ||
-        PyModule_AddIntConstant(made, "DESCRIPTORS_MAX", KV_DESCRIPTORS) < 0) {
+        PyModule_AddIntConstant(made, "DESCRIPTORS_MAX", KV_DESCRIPTORS) < 0 ||
+        PyModule_AddIntConstant(made, "PLACED_START", (long)u32_at(KV_PLACED)) < 0) {
         Py_XDECREF(made);
         return NULL;
     }

@@ -1,20 +1,26 @@
 """Types of the compiled exchanges, _exchange.c; `exchange.py` describes each call."""
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 from kvstore.types.buffers import Buffer
 
 DESCRIPTORS_MAX: Final[int]
 HEAD_BYTES_MAX: Final[int]
 INTERFACE: Final[int]
+PLACED_START: Final[int]
 
 class ReadExchange:
-    def __init__(self, *, frame: bytes, head: bytes, key_at: int, place_bytes: int, record_bytes: int) -> None: ...
+    def __init__(
+        self, *, frame: bytes, head: bytes, key_at: int, place_bytes: int, record_bytes: int, look_ns: int
+    ) -> None: ...
     def send(self, handle: object, request_id: int, epoch: int, key: bytes, place: bytes, /) -> bool: ...
     def receive(
         self, handle: object, request_id: int, view: memoryview, /
     ) -> tuple[int, int, bytes, bytes] | bytes | None: ...
+    def ask(
+        self, handle: object, request_id: int, epoch: int, key: bytes, place: bytes, wait_ns: int, /
+    ) -> tuple[int, int, bytes, bytes] | bytes | Literal[False] | None: ...
 
 class AnswerExchange:
     def __init__(
@@ -23,6 +29,7 @@ class AnswerExchange:
     def receive(self) -> tuple[int, int, bytes, bytes] | int: ...
     def learn(self, frame_bytes: int, place_bytes: int, /) -> None: ...
     def answer(self, head: bytes, payload: memoryview, request_id: int, epoch: int, /) -> int: ...
+    def place(self, head: bytes, payload: memoryview, into: memoryview, request_id: int, epoch: int, /) -> int: ...
 
 def crc32c(data: Buffer, /) -> int: ...
 def crc_ways() -> tuple[str, ...]: ...

@@ -12,13 +12,20 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Callable
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
-from kvstore.limits import CHECKSUM_BYTES_MIN, DIGEST_BYTES, REGION_DESCRIPTORS_WAITING_MAX, SLICE_BYTES_MAX
+from kvstore.limits import (
+    ANSWER_LOOK_NS,
+    CHECKSUM_BYTES_MIN,
+    DIGEST_BYTES,
+    REGION_DESCRIPTORS_WAITING_MAX,
+    SLICE_BYTES_MAX,
+)
 from kvstore.types.checksum import crc32c
 from kvstore.types.compiled import require_interface
+from kvstore.wire.expected import PLACED_START
 from kvstore.wire.header import HEADER_BYTES
-from kvstore.wire.plain import CRC_AT, DATA_FLAGS, GET_KEY_AT, GetFrames, PlainData, data_head, plain_data
+from kvstore.wire.plain import CRC_AT, DATA_FLAGS, GET_KEY_AT, GetFrames, PlainData, data_head, placed_head, plain_data
 from kvstore.wire.shared import PLACE_BYTES
 from kvstore.wire.slices import DESCRIPTOR_BYTES
 
@@ -34,8 +41,10 @@ else:
     HOW = "compiled"
     assert HEADER_BYTES + DESCRIPTOR_BYTES + SLICE_BYTES_MAX // CHECKSUM_BYTES_MIN * 4 <= _exchange.HEAD_BYTES_MAX
     assert REGION_DESCRIPTORS_WAITING_MAX <= _exchange.DESCRIPTORS_MAX
+    assert _exchange.PLACED_START.to_bytes(4, "little") == PLACED_START
 
 _SEND_FLAGS: Final = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
+_NOTHING: Final = memoryview(bytearray(0))
 _FORMS_MAX: Final = 4  # kinds of request that a node compares with: deadlines of four bytes and of eight
 _BEHIND_KEY_AT: Final = GET_KEY_AT + DIGEST_BYTES
 _u32: Final = struct.Struct("<I").unpack_from
@@ -79,6 +88,24 @@ class ReadExchange(Protocol):
             OSError: The connection broke.
         """
 
+    def ask(
+        self, handle: Handle, request_id: int, epoch: int, key: bytes, place: bytes, wait_ns: int, /
+    ) -> Answer | bytes | Literal[False] | None:
+        """Sends a request for a record that comes to its place, and receives the answer: `send` and `receive` in one.
+
+        The compiled one looks for the answer for ANSWER_LOOK_NS before it sleeps, unless one of the last took longer.
+
+        Args:
+            wait_ns: For so long; above 0. In Python it is the handle's timeout that counts.
+
+        Returns:
+            As `receive`; False when the socket did not take all of the request, and is of no use any more.
+
+        Raises:
+            BlockingIOError: As `receive`.
+            OSError: The connection broke.
+        """
+
 
 class AnswerExchange(Protocol):
     """The node's end, for one connection."""
@@ -98,9 +125,12 @@ class AnswerExchange(Protocol):
         """The request of this length in the view was judged: those like it need not be. Its last bytes are a place."""
 
     def answer(self, head: bytes, payload: memoryview, request_id: int, epoch: int, /) -> int:
-        """Sends a head as `plain.record_head` or `placed_head` makes it, and the payload, which may be empty.
+        """Sends a head as `plain.record_head` makes it, and the payload. Says how much of both. Raises OSError."""
 
-        Says how much of both. Raises OSError.
+    def place(self, head: bytes, payload: memoryview, into: memoryview, request_id: int, epoch: int, /) -> int:
+        """Copies the payload to `into`, as long as it is, then sends `plain.placed_head` of the head: it lies there.
+
+        Says how much of the head was sent. Raises OSError.
         """
 
 
@@ -132,6 +162,7 @@ def read_exchange(
         key_at=GET_KEY_AT,
         place_bytes=place_bytes,
         record_bytes=0 if is_placed else record_bytes,
+        look_ns=ANSWER_LOOK_NS if is_placed else 0,
     )
 
 
@@ -191,6 +222,17 @@ class PureReadExchange:
         kept.append(parts)
         return count - data.head_bytes, epoch, content_id, table
 
+    def ask(
+        self, handle: Handle, request_id: int, epoch: int, key: bytes, place: bytes, wait_ns: int, /
+    ) -> Answer | bytes | Literal[False] | None:
+        """See `ReadExchange`."""
+        try:
+            if not self.send(handle, request_id, epoch, key, place):
+                return False
+        except BlockingIOError:
+            return False
+        return self.receive(handle, request_id, _NOTHING)
+
     def _new_head(self) -> _Head:
         head = bytearray(self._data.head_bytes)
         view = memoryview(head)
@@ -230,6 +272,11 @@ class PureAnswerExchange:
     def answer(self, head: bytes, payload: memoryview, request_id: int, epoch: int, /) -> int:
         """See `AnswerExchange`."""
         return self._send((data_head(head, request_id, epoch), payload))
+
+    def place(self, head: bytes, payload: memoryview, into: memoryview, request_id: int, epoch: int, /) -> int:
+        """See `AnswerExchange`."""
+        into[:] = payload
+        return self._send((data_head(placed_head(head), request_id, epoch),))
 
     def _parts(self, end: int) -> tuple[bytes, bytes, bytes, bytes]:
         """All of a request but its request id, checksum, key and place."""

@@ -99,9 +99,14 @@ class DescriptorSocket(socket.socket):
 
 
 class ShmNodeChannel(TcpNodeChannel):
-    """See `kvstore.transport.base.PlaceChannel`; the client is on this host."""
+    """See `kvstore.transport.base.PlaceChannel`; the client is on this host.
 
-    __slots__ = ("_descriptors", "_memory", "_places", "_places_id", "_regions", "_taken_from", "_taken_id", "_views")
+    Attributes:
+        memory: what is mapped for clients, and counts what is copied there.
+        views: of places that were named before, as clients use them again; see `view_of`.
+    """
+
+    __slots__ = ("_descriptors", "_places", "_places_id", "_regions", "_taken_from", "_taken_id", "memory", "views")
 
     def __init__(
         self,
@@ -119,9 +124,9 @@ class ShmNodeChannel(TcpNodeChannel):
         """
         self._descriptors = DescriptorSocket.adopt(connected)
         super().__init__(self._descriptors, other, body_bytes_max=body_bytes_max, budget=budget)
-        self._memory = memory
+        self.memory = memory
         self._regions = Regions(memory, peer_of(self._descriptors))
-        self._views: dict[bytes, memoryview] = {}  # of places that were named before, as clients use them again
+        self.views: dict[bytes, memoryview] = {}
         self._places: Sequence[memoryview] = ()  # of the last GET_INTO
         self._places_id = -1  # its request id
         self._taken_from: Sequence[memoryview] = ()  # of the last OFFER_FROM
@@ -178,21 +183,16 @@ class ShmNodeChannel(TcpNodeChannel):
 
     def view_of(self, place: bytes) -> memoryview | None:
         """The memory of one place as it stands in a request; None when it lies outside of the client's regions."""
-        view = self._views.get(place)
+        view = self.views.get(place)
         if view is None:
             try:
                 view = self._regions.view(decode_place(place))
             except InvalidRequest:
                 return None
-            if len(self._views) >= _VIEWS_MAX:
-                self._views.clear()
-            self._views[place] = view
+            if len(self.views) >= _VIEWS_MAX:
+                self.views.clear()
+            self.views[place] = view
         return view
-
-    def copy_in(self, place: memoryview, payload: memoryview) -> None:
-        """Copies a whole record to its place."""
-        place[:] = payload
-        self._memory.copied_in_bytes += len(payload)
 
     def take_from(self, places: Sequence[Place], request_id: int, *, count: int) -> None:
         """See `PlaceChannel`; one place for each item."""
@@ -205,7 +205,7 @@ class ShmNodeChannel(TcpNodeChannel):
         return [self._regions.view(place) for place in places]
 
     def _forget_places(self) -> None:
-        self._views.clear()  # or they would keep memory mapped that the client has dropped
+        self.views.clear()  # or they would keep memory mapped that the client has dropped
         self._places = self._taken_from = ()
         self._places_id = self._taken_id = -1
 
@@ -259,7 +259,7 @@ class ShmNodeChannel(TcpNodeChannel):
         """
         assert request_id == self._places_id, "places of another request"
         places = self._places
-        memory = self._memory
+        memory = self.memory
         pieces = iter(payload)
         for one in slices:
             if not one.length_bytes:
@@ -302,7 +302,7 @@ class ShmNodeChannel(TcpNodeChannel):
             if request_id != self._taken_id:
                 return  # what an item before this one led to has ended the call
             landing.buffer[:] = self._taken_from[landing.item]
-            self._memory.copied_out_bytes += len(landing.buffer)
+            self.memory.copied_out_bytes += len(landing.buffer)
             events.fetched(landing.item)
 
     def unfetch(self, on_quiet: Callable[[], None] | None = None) -> None:

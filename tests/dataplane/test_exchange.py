@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -46,6 +49,11 @@ class Ends:
     def ask(self, key: bytes, request_id: int, epoch: int = 3) -> tuple[int, int, bytes, bytes] | int:
         assert self.client.send(self.handle, request_id, epoch, key, b"")
         return self.node.receive()
+
+    def ask_whole(self, request_id: int, place: bytes, wait_ns: int = DEADLINE_NS) -> object:
+        seconds, rest_ns = divmod(wait_ns, 1_000_000_000)
+        self.near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, rest_ns // 1000))
+        return self.placed.ask(self.handle, request_id, 3, KEYS[0], place, wait_ns)
 
     def ask_into(self, key: bytes, request_id: int, place: bytes) -> tuple[int, int, bytes, bytes] | int:
         assert self.placed.send(self.handle, request_id, 3, key, place)
@@ -123,6 +131,64 @@ def test_an_answer_without_its_payload_is_judged_as_one_with_it(ends: Ends) -> N
     assert ends.placed.receive(ends.handle, 5, nothing) == b""
 
 
+def test_a_record_is_copied_to_its_place_before_it_is_told_of(ends: Ends) -> None:
+    into, place = memoryview(bytearray(SIZE)), encode_place(1, 4096, SIZE)
+    asked = []
+
+    def answer() -> None:
+        while not select.select([ends.far], [], [], 0.01)[0]:
+            pass
+        asked.append(ends.node.receive())
+        assert ends.node.place(record_head(Facts()), memoryview(PAYLOAD), into, 5, 9) == len(record_head(Facts()))
+
+    node = threading.Thread(target=answer)
+    node.start()
+    assert ends.ask_whole(5, place) == (0, 9, Facts.content_id, Facts.crcs)
+    node.join()
+    assert into == PAYLOAD
+    assert asked == [PLAIN_GETS_INTO[1].frame_bytes]
+    with pytest.raises(ValueError):
+        ends.node.place(record_head(Facts()), memoryview(PAYLOAD), into[1:], 5, 9)
+
+
+def test_what_is_asked_for_in_one_step_is_judged_as_in_two(ends: Ends) -> None:
+    place = encode_place(1, 4096, SIZE)
+    sent = data_head(placed_head(record_head(Facts())), 5, 9)
+    for answer in (sent, sent[:-1], b"!" + sent[1:], sent[:-1] + bytes([sent[-1] ^ 1])):
+        ends.far.sendall(answer)
+        found = ends.ask_whole(5, place)
+        ends.far.sendall(answer)
+        assert found == ends.placed.receive(ends.handle, 5, memoryview(bytearray(0)))
+    with pytest.raises(BlockingIOError):
+        ends.ask_whole(5, place, wait_ns=1_000_000)
+    ends.far.shutdown(socket.SHUT_WR)
+    assert ends.ask_whole(5, place) == b""
+    ends.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    found = None
+    while found is None or found == b"":
+        found = ends.ask_whole(5, place)
+    assert found is False, "nobody reads the requests any more"
+    ends.far.close()
+    with pytest.raises(OSError):
+        ends.ask_whole(5, place)
+
+
+def test_a_signal_ends_the_wait_for_an_answer(ends: Ends) -> None:
+    def raise_it(_: int, __: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, raise_it)
+    try:
+        main = threading.main_thread().ident
+        assert main is not None
+        for wait_s in (0.0, 0.02):  # while it looks, and while it sleeps
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012 -- it may come before the call
+                threading.Timer(wait_s, signal.pthread_kill, (main, signal.SIGUSR1)).start()
+                ends.ask_whole(5, encode_place(1, 4096, SIZE), wait_ns=60_000_000_000)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_an_answer_is_taken_whole_or_handed_back_as_it_came(ends: Ends) -> None:
     head, memory = record_head(Facts()), bytearray(SIZE)
     assert ends.node.answer(head, memoryview(PAYLOAD), 5, 9) == len(head) + SIZE
@@ -166,21 +232,23 @@ def test_sockets_that_take_nothing_give_nothing_or_are_gone(ends: Ends) -> None:
 def test_the_compiled_part_refuses_what_it_has_no_room_for() -> None:
     head, frame, view = record_head(Facts()), bytes(200), memoryview(bytearray(4096))
     for bad in (
-        {"frame": frame, "head": head[:80], "key_at": 67, "place_bytes": 0, "record_bytes": 1},
-        {"frame": frame, "head": bytes(5000), "key_at": 67, "place_bytes": 0, "record_bytes": 1},
-        {"frame": bytes(90), "head": head, "key_at": 67, "place_bytes": 0, "record_bytes": 1},
-        {"frame": frame, "head": head, "key_at": 8, "place_bytes": 0, "record_bytes": 1},
-        {"frame": frame, "head": head, "key_at": 67, "place_bytes": 0, "record_bytes": 0},
-        {"frame": frame, "head": head, "key_at": 67, "place_bytes": -1, "record_bytes": 0},
-        {"frame": frame, "head": head, "key_at": 67, "place_bytes": 102, "record_bytes": 0},
+        {"frame": frame, "head": head[:80], "key_at": 67, "place_bytes": 0, "record_bytes": 1, "look_ns": 0},
+        {"frame": frame, "head": bytes(5000), "key_at": 67, "place_bytes": 0, "record_bytes": 1, "look_ns": 0},
+        {"frame": bytes(90), "head": head, "key_at": 67, "place_bytes": 0, "record_bytes": 1, "look_ns": 0},
+        {"frame": frame, "head": head, "key_at": 8, "place_bytes": 0, "record_bytes": 1, "look_ns": 0},
+        {"frame": frame, "head": head, "key_at": 67, "place_bytes": 0, "record_bytes": 0, "look_ns": 0},
+        {"frame": frame, "head": head, "key_at": 67, "place_bytes": -1, "record_bytes": 0, "look_ns": 0},
+        {"frame": frame, "head": head, "key_at": 67, "place_bytes": 102, "record_bytes": 0, "look_ns": 0},
     ):
         with pytest.raises(ValueError, match="frames of one record"):
             _exchange.ReadExchange(**bad)
-    made = _exchange.ReadExchange(frame=frame, head=head, key_at=67, place_bytes=0, record_bytes=8)
+    made = _exchange.ReadExchange(frame=frame, head=head, key_at=67, place_bytes=0, record_bytes=8, look_ns=0)
     with pytest.raises(ValueError, match="another length"):
         made.receive(0, 1, memoryview(bytearray(9)))
     with pytest.raises(ValueError, match="32 bytes"):
         made.send(0, 1, 2, b"short", b"")
+    with pytest.raises(ValueError, match="behind the answer"):
+        made.ask(0, 1, 2, KEYS[0], b"", 1)
     with pytest.raises(ValueError, match="a place"):
         made.send(0, 1, 2, KEYS[0], b"place")
     with pytest.raises(BufferError):
@@ -193,6 +261,10 @@ def test_the_compiled_part_refuses_what_it_has_no_room_for() -> None:
         node.learn(120, 40)
     with pytest.raises(ValueError, match="no head"):
         node.answer(b"", view, 1, 1)
+    with pytest.raises(ValueError, match="no head"):
+        node.place(b"", view, view, 1, 1)
+    with pytest.raises(ValueError, match="another length"):
+        node.place(record_head(Facts()), view, view[1:], 1, 1)
     reading = _exchange.ReadExchange.__new__(_exchange.ReadExchange)
     with pytest.raises(ValueError, match="not made"):
         reading.receive(0, 1, view)
