@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from kvstore.errors import Overloaded, Unavailable
-from kvstore.limits import PAIRS_PER_CLIENT_MAX, RAIL_REQUESTS_MAX, SLICE_BYTES_MAX, KiB, MiB
+from kvstore.limits import PAIR_BACKOFF_NS_MIN, PAIRS_PER_CLIENT_MAX, RAIL_REQUESTS_MAX, SLICE_BYTES_MAX, KiB, MiB
 from kvstore.testing.fake_verbs import FakeFabric, FakeHardware
 from kvstore.testing.rdma_lab import client_rail, node_rail, turn_until
 from kvstore.testing.rdma_suite import USUAL, RdmaJoint, slice_of
@@ -24,7 +24,7 @@ from kvstore.transport.rdma.pair_queue import Transfer
 from kvstore.transport.rdma.pairs import PairTable
 from kvstore.transport.rdma.rail import Rail, open_rail
 from kvstore.transport.rdma.staging import Staging
-from kvstore.transport.rdma.statuses import Status, action_of
+from kvstore.transport.rdma.statuses import Action, Status, action_of
 from kvstore.transport.rdma.verbs import SUCCESS, Access, PortState, Work
 from kvstore.transport.rdma_choice import GidEntry, RdmaPort, choose_port
 
@@ -53,6 +53,35 @@ def give(joint: RdmaJoint, item: int, data: bytes) -> list[int]:
     view = memoryview(bytearray(data))
     joint.lab.deliver([slice_of(item, data)], [view], 1, payload_bytes=len(data), on_sent=lambda: sent.append(1))
     return sent
+
+
+@pytest.mark.parametrize("status", [one for one in Status if one is not Status.SUCCESS], ids=lambda one: one.name)
+def test_what_each_status_costs(status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transfer fails, its bytes go in frames, and the next pair is made when the table says."""
+    bed = Bed()
+    joint = bed.join()
+    now_ns = 10**12
+    joint.client.clock = lambda: now_ns
+    first = joint.client.lane.number
+    value = os.urandom(128 * KiB)
+    with monkeypatch.context() as patched:
+        patched.setattr(bed.fabric, "_transfer", lambda *_: status)
+        sent = give(joint, 0, value)
+        turn_until([joint.lab, joint.client], lambda: bool(sent and joint.arrived))
+    assert bed.memory.data(0, len(value)) == value
+    assert joint.lab.fallback_bytes == len(value)
+    assert joint.lab.rail.pair_count == 0
+    action, link = action_of(status), joint.client.lane.link
+    assert not joint.client.lane.is_ready
+    assert link.may_begin(now_ns) == (action in (Action.REFRESH, Action.FOLLOW))
+    assert link.may_begin(now_ns + PAIR_BACKOFF_NS_MIN)
+    now_ns += PAIR_BACKOFF_NS_MIN
+    joint.open_pair()
+    assert joint.client.lane.number != first
+    again = give(joint, 1, value)
+    turn_until([joint.lab, joint.client], lambda: bool(again))
+    assert joint.lab.placed_bytes == len(value), "one-sided again"
+    joint.close()
 
 
 def test_a_port_that_goes_down_and_comes_back() -> None:
