@@ -132,10 +132,11 @@ class RdmaService:
     def close(self) -> None:
         """Ends all; no connection may be open. Idempotent.
 
-        Where the device does not let go of our memory in time, memory and device are left to the end of the process.
+        Where the device does not let go of our memory in time, or is gone and would refuse all of it, memory and device
+        are left to the end of the process.
         """
         self.pairs.close()
-        if self._rail.close_pairs():
+        if self._rail.close_pairs() and not self._is_gone:
             self._staging.close()
             self._rail.close()
 
@@ -145,6 +146,7 @@ class RdmaService:
             self.metrics.choice = f"TCP: the RDMA device is gone ({failure})"
             log.error("the RDMA device is gone, payload goes by TCP from now on: %s", failure)
             self.pairs.close()
+            self._rail.lose_device()
 
 
 class Holding:

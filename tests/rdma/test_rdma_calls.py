@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -201,6 +202,26 @@ def test_a_device_that_goes_costs_speed_only(bench: Bench) -> None:
     with pytest.raises(Unavailable, match="device is gone"):
         bench.client.call(PairRequest(offer=bytes(57)), Paired)
     assert bench.metrics.choice.startswith("TCP: the RDMA device is gone")
+
+
+def test_a_call_goes_on_in_frames_when_the_device_goes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it moves ends at once, and its descriptor, which is readable for ever then, wakes nobody."""
+    bench.pair()
+    bench.fabric.hold()
+    bench.start_get(Place(1, 0, len(VALUE)))
+    for _ in range(20):
+        bench.lab.turn()
+
+    def gone() -> None:
+        raise _failure()
+
+    completions = bench.service._rail._completions
+    monkeypatch.setattr(completions, "take_events", gone)
+    os.eventfd_write(completions.fileno(), 1)
+    assert bench.client.expect(Lost).status == Status.FLUSHED
+    assert bench.client.end_get() == (b"\0", {0: VALUE})
+    assert not bench.service.has_ended
+    assert not select.select([bench.service.fileno()], [], [], 0)[0]
 
 
 def test_a_cancel_that_comes_behind_the_end_frees_the_other_calls_as_well(bench: Bench) -> None:

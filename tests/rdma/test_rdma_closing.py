@@ -156,6 +156,18 @@ def test_a_failure_of_ours_sends_at_once_and_gives_back_later(bed: Bed) -> None:
     joint.close()
 
 
+def test_work_that_is_refused_leaves_the_completion_queue_as_long_as_it_is(bed: Bed) -> None:
+    """Room that was never taken must not be given back: more work could be posted than ends fit in."""
+    joint = bed.join()
+    joint.receive_into(Client().views)
+    rail, room = joint.lab.rail, joint.lab.rail._room
+    bed.node.refusals["post_send"] = deque([errno.ENOMEM])
+    sent = give(joint, 3, b"a" * 4096)
+    turn_until([joint.lab, joint.client], lambda: bool(sent) and not rail.dying_count)
+    assert rail._room == room
+    joint.close()
+
+
 def test_a_pair_that_the_device_does_not_destroy_is_still_there(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(closing, "PAIR_DESTROY_AGAIN_NS", 1_000_000)
     joint = bed.join()

@@ -201,6 +201,7 @@ class Rail:
         self._hungry: dict[Pair, None] = {}  # pairs that found no room, in order
         self._ended: deque[tuple[Transfer, int, bool]] = deque()  # as `Transfer.end` takes them
         self._ids = itertools.count(1)
+        self._has_lost_device = False
         self._pad = memoryview(bytearray(2 * PAIR_PROBE_BYTES))
         try:
             access = Access.LOCAL_WRITE | Access.REMOTE_READ
@@ -289,9 +290,12 @@ class Rail:
         pair.submit(Transfer(Work.READ, [piece], ended))
 
     def on_readable(self) -> None:
-        """Tells how transfers ended. Raises VerbsFailure: the device is gone."""
-        self._completions.take_events()
+        """Tells how transfers ended. Raises VerbsFailure: the device is gone; then `lose_device`."""
         self._take_gone()
+        if self._has_lost_device:
+            self._tell()
+            return
+        self._completions.take_events()
         left = COMPLETIONS_PER_TURN_MAX
         is_armed = False
         while left > 0:
@@ -308,6 +312,13 @@ class Rail:
             self._completions.arm()
         self._feed_hungry()
         self._tell()
+
+    def lose_device(self) -> None:
+        """It says nothing any more: ends all pairs, and tells it. `on_readable` goes on telling of those destroyed."""
+        if not self._has_lost_device:
+            self._has_lost_device = True
+            self._ready.unregister(self._completions.fileno())  # it would wake the loop for ever
+        self.close_pairs(within_ns=0)
 
     def close(self) -> None:
         """Ends all pairs, then the device. What has not ended is told. Idempotent.
@@ -334,13 +345,18 @@ class Rail:
 
     # --- its pairs' --------------------------------------------------------------------------------------------------
     def pump(self, pair: Pair) -> None:
-        """Posts what the pair has waiting, as far as there is room."""
+        """Posts what the pair has waiting, as far as there is room.
+
+        A chain that is refused takes room as well until the pair is gone: some of it may be posted.
+        """
+        room, posted = self._room, pair.posted
         try:
             while count := pair.post_next(self._room):
                 self._room -= count
                 self.posts += 1
                 self.requests += count
         except VerbsFailure:
+            self._room = room - (pair.posted - posted)
             pair.fail(Status.LOCAL_OPERATION)
             return
         if not self._room:
