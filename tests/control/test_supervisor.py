@@ -363,8 +363,10 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 
 
 def test_the_same_signal_told_twice_still_drains(tmp_path: Path) -> None:
-    """What `timeout kvstore serve` does: to the process, and to its group. One of ours goes to the thread, or the kernel
-    would make one of two that wait."""
+    """What `timeout kvstore serve` does: to the process, and to its group.
+
+    One of ours goes to the thread: of two that wait for the process the kernel makes one.
+    """
     with ServeProcess(tmp_path) as process:
         process.wait_ready()
         pid = process.process.pid
