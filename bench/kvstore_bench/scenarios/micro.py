@@ -19,6 +19,7 @@ from kvstore.server.private_folder import private_folder
 from kvstore.types.keys import KeyChain
 from kvstore_bench.measure import Limit, Row, Sample, interleaved, ratio_details, timed
 from kvstore_bench.peers import fio
+from kvstore_bench.peers.drive_pair import DrivePair
 from kvstore_bench.peers.sockets import RawPair, touched
 from kvstore_bench.processes import Node, one_core_each, own_cpu_ns
 from kvstore_bench.scenarios import recovery
@@ -129,14 +130,45 @@ def get_step(
     return step
 
 
-def pair_limit(pair: RawPair, step: Callable[[], None], work_bytes: int, seconds: float) -> Limit:
-    """Rate and CPU of the raw pair, repeating `step`."""
+def pair_limit(pair: RawPair | DrivePair, step: Callable[[], None], work_bytes: int, seconds: float) -> Limit:
+    """Rate and CPU of a pair, repeating `step`."""
     total, cpu_ns, start = 0, own_cpu_ns() + pair.cpu_ns(), time.perf_counter()
     while (elapsed := time.perf_counter() - start) < seconds:
         step()
         total += work_bytes
     cpu_ns = own_cpu_ns() + pair.cpu_ns() - cpu_ns
     return Limit(bytes_per_s=total / elapsed, pair_cpu_s_per_gb=cpu_ns / total)
+
+
+@contextmanager
+def bare_pair(bench: Bench, size_bytes: int) -> Iterator[DrivePair]:
+    """A bare pair whose file lies on the node's drive."""
+    with private_folder(bench.node.data_dir.parent, purpose="bare") as folder:
+        pair = DrivePair(folder / "bare.data", size_bytes)
+        try:
+            yield pair
+        finally:
+            pair.close()
+
+
+def bare_row(name: str, unit: str, samples: Sequence[Sample], limits: Sequence[Limit], bare: Sequence[Limit]) -> Row:
+    """What is left for a store of this shape here: the bare pair against the same limit, in the same moments."""
+    ratios = [one.bytes_per_s / limit.bytes_per_s for one, limit in zip(bare, limits, strict=True)]
+    ours = [sample.work_bytes / sample.seconds / one.bytes_per_s for sample, one in zip(samples, bare, strict=True)]
+    cpu = [sample.cpu_s_per_gb / one.pair_cpu_s_per_gb for sample, one in zip(samples, bare, strict=True)]
+    return Row(
+        name=f"{name}, bare pair with a drive",
+        unit=unit,
+        value=statistics.median(ratios),
+        details={
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
+            "gb_per_s": statistics.median(one.bytes_per_s for one in bare) / 1e9,
+            "cpu_s_per_gb": statistics.median(one.pair_cpu_s_per_gb for one in bare),
+            "ours_of_bare": statistics.median(ours),
+            "our_cpu_of_bare": statistics.median(cpu),
+        },
+    )
 
 
 def cpu_row(name: str, details: dict[str, float], must: float, aim: float | None) -> Row:
@@ -195,8 +227,9 @@ def cold_get(bench: Bench, chunk_bytes: int, must: float, aim: float, cpu: tuple
     hashes_order = [namespace_subset(keys, order[i : i + BATCH]) for i in range(0, len(order) - BATCH + 1, BATCH)]
     step = get_step(namespace, hashes_order, buffers, chunk_bytes)
     data_file = bench.node.data_dir / "kvstore.data"
+    bare: list[Limit] = []
 
-    def limit() -> Limit | None:
+    def limit(drive_pair: DrivePair) -> Limit | None:
         found = fio.random_read(
             data_file,
             block_bytes=chunk_bytes,
@@ -207,15 +240,18 @@ def cold_get(bench: Bench, chunk_bytes: int, must: float, aim: float, cpu: tuple
         )
         if found is None:
             return None
+        bare.append(pair_limit(drive_pair, lambda: drive_pair.get(buffers), len(memory), bench.effort.seconds))
         pair = pair_limit(bench.pair, lambda: bench.pair.get(buffers), len(memory), bench.effort.seconds / 2)
         return Limit(bytes_per_s=found.bytes_per_s, pair_cpu_s_per_gb=pair.pair_cpu_s_per_gb)
 
-    samples, limits = interleaved(bench.effort.pairs, lambda: bench.sample(step, BATCH), limit)
+    with bare_pair(bench, min(bench.effort.cold_bytes // 2, GiB)) as drive_pair:
+        samples, limits = interleaved(bench.effort.pairs, lambda: bench.sample(step, BATCH), lambda: limit(drive_pair))
     ratio, details = ratio_details(samples, limits)
     name = f"cold get {chunk_bytes // KiB} KiB x{BATCH}"
     return [
         Row(name=name, unit="of fio depth 32", value=ratio, must=must, aim=aim, details=details),
         cpu_row(name, details, *cpu),
+        bare_row(name, "of fio depth 32", samples, limits, bare),
     ]
 
 
@@ -287,17 +323,21 @@ def durable_put(bench: Bench) -> list[Row]:
     written = fresh.work_bytes
     while written < 1.5 * bench.effort.put_capacity_bytes:
         written += step()
-    samples, limits = interleaved(
-        bench.effort.pairs,
-        lambda: bench.sample(step, BATCH),
-        lambda: pair_limit(bench.pair, lambda: bench.pair.put(buffers), len(memory), bench.effort.seconds),
-    )
+    bare: list[Limit] = []
+
+    def limit(drive_pair: DrivePair) -> Limit:
+        bare.append(pair_limit(drive_pair, lambda: drive_pair.put(buffers), len(memory), bench.effort.seconds))
+        return pair_limit(bench.pair, lambda: bench.pair.put(buffers), len(memory), bench.effort.seconds)
+
+    with bare_pair(bench, min(bench.effort.put_capacity_bytes, GiB)) as drive_pair:
+        samples, limits = interleaved(bench.effort.pairs, lambda: bench.sample(step, BATCH), lambda: limit(drive_pair))
     ratio, details = ratio_details(samples, limits)
     details["fresh_extents_gb_per_s"] = fresh.gb_per_s
     name = f"durable put 1 MiB x{BATCH}"
     return [
         Row(name=name, unit="of raw pair", value=ratio, must=0.6, aim=0.85, details=details),
         cpu_row(name, details, 0.6, 0.45),
+        bare_row(name, "of raw pair", samples, limits, bare),
     ]
 
 
