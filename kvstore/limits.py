@@ -130,6 +130,7 @@ RESULTS_PER_FRAME_MAX: Final = 4_096
 RESULTS_WAIT_NS: Final = 10 * MS_NS  # between two RESULT frames of an offer whose items have not all ended
 SWEEP_NS: Final = 250 * MS_NS  # how soon an overdue connection or call is noticed
 PEER_STALL_NS: Final = 30 * SECOND_NS  # for a peer to read, or to go on with what it began to send
+PEER_STALL_WAITED_NS: Final = 3 * SECOND_NS  # the same while puts of others wait for the memory that it may hold
 LINGER_NS: Final = 2 * SECOND_NS  # for a peer to read our last words
 ACCEPTS_PER_EVENT_MAX: Final = 64
 

@@ -21,7 +21,6 @@ from kvstore.limits import (
     IDLE_WAIT_NS,
     INLINE_PUT_BYTES_MAX,
     LINGER_NS,
-    PEER_STALL_NS,
     READ_AHEAD_BYTES,
     SECOND_NS,
 )
@@ -439,16 +438,16 @@ class Connection:
         elif self._lingering or (self.session.request is None and not self.is_admin):
             self.close()
 
-    def watch_progress(self) -> None:
-        """Called now and then: gives up a peer that neither reads nor sends on, and would hold memory for ever."""
+    def watch_progress(self, stall_ns: int) -> None:
+        """Called now and then: gives up a peer that neither reads nor sends on for `stall_ns`, but holds memory."""
         progress = self.channel.progress
         now_ns = self._plane.now_ns
         if progress is None or progress != self._progress:
             self._progress = progress
             self._progress_ns = now_ns
-        elif now_ns - self._progress_ns >= PEER_STALL_NS and not self._lingering and not self.is_admin:
+        elif now_ns - self._progress_ns >= stall_ns and not self._lingering and not self.is_admin:
             self.metrics.deadlines += 1
-            limit_s = PEER_STALL_NS // SECOND_NS
+            limit_s = stall_ns // SECOND_NS
             self.give_up(DeadlineExceeded(f"the peer neither read nor sent on for {limit_s} s in the middle of a call"))
 
     def close(self) -> None:

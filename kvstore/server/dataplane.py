@@ -27,6 +27,8 @@ from kvstore.limits import (
     INLINE_PUT_BYTES_MAX,
     MANIFESTS_SHARE_TENANT,
     NAMESPACES_PER_TENANT_MAX,
+    PEER_STALL_NS,
+    PEER_STALL_WAITED_NS,
     PUT_WINDOW_BYTES,
     REQUESTS_BYTES_MAX,
     SWEEP_NS,
@@ -101,6 +103,7 @@ class DataPlane:
         rdma: the worker's, None where there is none; set before clients come.
         namespace_count: how many namespaces of a tenant a drive knows; set by whoever has the drives.
         manifests_share: which part of what a drive keeps of manifests is a tenant's; likewise.
+        puts_wait: whether puts wait for memory; likewise.
         peer_token: what this node shows to the other nodes of its cluster; a secret, empty outside of one.
         is_draining: new puts are refused.
         copier: keeps copies in step with other nodes; None on a node on its own.
@@ -127,6 +130,7 @@ class DataPlane:
         self.peer_token = b""
         self.namespace_count: Callable[[str], int] = lambda _: 0
         self.manifests_share: Callable[[str], float] = lambda _: 0.0
+        self.puts_wait: Callable[[], bool] = lambda: False
         self.now_ns = clock()
         self.clock = clock
         self.requests_memory = MemoryBudget(REQUESTS_BYTES_MAX)
@@ -309,13 +313,14 @@ class DataPlane:
         self._sweep_ns = now_ns + SWEEP_NS
         self.metrics.calls_active = self.calls_active
         self._count_shared()
+        stall_ns = PEER_STALL_WAITED_NS if self.puts_wait() else PEER_STALL_NS
         for connection in list(self._connections):
             call = connection.call
             if call is not None and call.deadline_ns <= now_ns:
                 connection.guard(call.overdue)
             elif connection.due_ns <= now_ns:
                 connection.expire()
-            connection.watch_progress()
+            connection.watch_progress(stall_ns)
         if self.rdma is not None:
             self.rdma.sweep(now_ns)
         while self._full:
