@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore_client import Hit, KVClient, Miss, Stored
 from kvstore_client.namespace_handle import BoundNamespace
+from kvstore_client.placed_inflow import PlacedInflow
 
 SIZE = MiB
 COUNT = 8
@@ -153,15 +157,41 @@ def test_status_tells_who_goes_by_shared_memory_and_what_has(served: Ready, clie
         assert number(report.numbers, "dataplane", "connections") > 1
 
 
-def test_a_node_that_is_killed_in_such_a_read_leaves_nothing_that_is_seen(tmp_path: Path) -> None:
+def test_a_node_that_is_killed_in_such_a_read_leaves_nothing_that_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs when the first records have come, and is killed while the client waits for the others."""
+    count = 4 * COUNT
     with ServeProcess(tmp_path, "--cache", "0", "--capacity", "256MiB") as process:
         ready = process.wait_ready()
-        with KVClient.connect(ready.grpc, transport="shm", deadline=5) as client:
+        with ControlClient(ready.grpc) as control:
+            (worker,) = control.report().workers
+        with KVClient.connect(ready.grpc, transport="shm", deadline=30) as client:
             ns = namespace_of(client)
-            values = stored(ns)
-            keys = ns.keys(list(range(16 * COUNT)))
-            assert all(isinstance(one, Hit) for one in ns.get_into(keys, [bytearray(SIZE) for _ in range(COUNT)]))
-            process.kill_supervisor()
-            into = [bytearray(SIZE) for _ in range(COUNT)]
-            for found, value, memory in zip(ns.get_into(keys, into, deadline=5), values, into, strict=True):
-                assert isinstance(found, Miss) or memory == value
+            values = stored(ns, count=count)
+            keys = ns.keys(list(range(16 * count)))
+            assert all(isinstance(one, Hit) for one in ns.get_into(keys, [bytearray(SIZE) for _ in range(count)]))
+            take, taken = PlacedInflow._take, []
+
+            def take_and_stop(inflow: PlacedInflow, *args: int, is_final: bool) -> bool:
+                if not taken:
+                    os.kill(worker.pid, signal.SIGSTOP)
+                    threading.Timer(0.2, os.kill, (worker.pid, signal.SIGKILL)).start()
+                taken.append(is_final)
+                return take(inflow, *args, is_final=is_final)
+
+            monkeypatch.setattr(PlacedInflow, "_take", take_and_stop)
+            into = [bytearray(SIZE) for _ in range(count)]
+            found = ns.get_into(keys, into, deadline=2)
+            monkeypatch.undo()
+            seen = [bytes(one) for one in into]
+            assert taken, "the answer had begun"
+            for one, value, memory in zip(found, values, seen, strict=True):
+                assert isinstance(one, Miss) or memory == value
+            process.wait_ready()
+            again = [bytearray(SIZE) for _ in range(count)]
+            until_s = time.monotonic() + 60
+            while not all(isinstance(one, Hit) for one in ns.get_into(keys, again, deadline=10)):
+                assert time.monotonic() < until_s, "it serves again"
+            assert again == values
+            assert [bytes(one) for one in into] == seen, "nobody writes there after the return"
