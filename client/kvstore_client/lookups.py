@@ -79,9 +79,13 @@ class KeysJob(Job, Generic[A]):
 
 
 class TellJob(Job):
-    """One request without keys, answered with END; sends the manifest first when the node asks for it."""
+    """One request without keys, answered with END; sends the manifest first when the node asks for it.
 
-    __slots__ = ("_manifest", "_message")
+    Attributes:
+        value: Of the END; 0 before it has come.
+    """
+
+    __slots__ = ("_manifest", "_message", "value")
 
     def __init__(
         self, *, target: TargetId, flow: FlowClass, deadline_ns: int, message: Message, manifest: Manifest | None = None
@@ -89,16 +93,18 @@ class TellJob(Job):
         super().__init__(target=target, flow=flow, deadline_ns=deadline_ns, retries_max=READ_RETRIES_MAX)
         self._message = message
         self._manifest = manifest
+        self.value = 0
 
     def run(self, connection: Connection) -> Steps:
         """Asks once, or twice around the manifest."""
         try:
-            yield from connection.ask(self._message, End)
+            end = yield from connection.ask(self._message, End)
         except UnknownNamespace:
             if self._manifest is None:
                 raise
             yield from connection.ask(self._manifest, End)
-            yield from connection.ask(self._message, End)
+            end = yield from connection.ask(self._message, End)
+        self.value = end.value
 
 
 def left_ns(job: Job) -> int:

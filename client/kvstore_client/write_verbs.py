@@ -164,20 +164,49 @@ def _has_no_say(core: ClientCore, job: Job) -> bool:
 def drop(core: ClientCore, namespace: Namespace, manifest: Manifest, deadline_ns: int) -> Verb[KVStoreError | None]:
     """Hides everything in the namespace on every target, also of a newer view that an answer names.
 
+    Afterwards all of them count one generation: who had counted more drops than others, be it one that was repeated,
+    would have them hide later what is put from now on.
+
     Returns the first failure of a target that is in the view; None when all have done it.
     """
-    told: set[TargetId] = set()
+    told: dict[TargetId, int] = {}
+    failure = yield from _drop_everywhere(core, namespace, manifest, told, deadline_ns)
+    newest = max(told.values(), default=0)
+    behind = [target for target, generation in told.items() if 0 < generation < newest]
+    jobs = [_drop_job(core, target, namespace, manifest, deadline_ns, generation=newest) for target in behind]
+    if jobs:
+        yield from attempt(core, jobs)
+    here = set(core.target_ids())
+    return failure or next((job.failure for job in jobs if job.failure is not None and job.target in here), None)
+
+
+def _drop_job(
+    core: ClientCore,
+    target: TargetId,
+    namespace: Namespace,
+    manifest: Manifest,
+    deadline_ns: int,
+    *,
+    generation: int = 0,
+) -> TellJob:
+    return TellJob(
+        target=target,
+        flow=core.options.write_flow,
+        deadline_ns=deadline_ns,
+        message=Drop(namespace=namespace.digest, generation=generation),
+        manifest=manifest,
+    )
+
+
+def _drop_everywhere(
+    core: ClientCore, namespace: Namespace, manifest: Manifest, told: dict[TargetId, int], deadline_ns: int
+) -> Verb[KVStoreError | None]:
+    """As `drop`; `told` gets the generation that began at each target that has done it, 0 where it does not say."""
     yield from ensure_view(core, deadline_ns)
     while True:
         view = core.view
         jobs = [
-            TellJob(
-                target=target,
-                flow=core.options.write_flow,
-                deadline_ns=deadline_ns,
-                message=Drop(namespace=namespace.digest),
-                manifest=manifest,
-            )
+            _drop_job(core, target, namespace, manifest, deadline_ns)
             for target in core.target_ids()
             if target not in told
         ]
@@ -188,13 +217,13 @@ def drop(core: ClientCore, namespace: Namespace, manifest: Manifest, deadline_ns
             if core.view is view or time.monotonic_ns() >= deadline_ns or not core.target_ids():
                 return failure or Unavailable(core.words_of_no_target())  # nobody was told
             continue
-        told |= {job.target for job in jobs if job.failure is None}
+        told.update({job.target: job.value for job in jobs if job.failure is None})
         yield from ensure_view(core, deadline_ns)
         if core.view is view or time.monotonic_ns() >= deadline_ns:
             here = set(core.target_ids())
             failures = (job.failure for job in jobs if job.failure is not None and job.target in here)
             failure = next(failures, None)
-            untold = here - told
+            untold = here - told.keys()
             if failure is None and untold:
                 failure = Unavailable(
                     f"the view changed until the deadline; {len(untold)} of its targets were not told"

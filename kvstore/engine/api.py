@@ -386,7 +386,12 @@ class Engine(Protocol):
         Raises InvalidRequest when malformed or over NAMESPACES_MAX.
         """
 
-    def drop_namespace(self, ref: NamespaceRef, on_done: Callable[[], None]) -> None: ...
+    def drop_namespace(self, ref: NamespaceRef, on_done: Callable[[], None], *, generation: int = 0) -> None:
+        """Hide all that is stored in a namespace, durably.
+
+        Args:
+            generation: to begin, and nothing is done where it has begun; 0 begins the next one.
+        """
 
     def match(
         self,

@@ -273,13 +273,16 @@ class DriveEngine:
         """See `api.Engine.add_namespace`."""
         return self._ledger.add_namespace(manifest, copies=copies)
 
-    def drop_namespace(self, ref: NamespaceRef, on_done: Callable[[], None]) -> None:
+    def drop_namespace(self, ref: NamespaceRef, on_done: Callable[[], None], *, generation: int = 0) -> None:
         """See `api.Engine`. If the log cannot be written `on_done` never comes: nobody knows what a restart finds."""
-        self.cache.forget_namespace(ref.salt)
         current = self._namespaces.by_id(ref.id)
+        if current is not None and 0 < generation <= current.generation:
+            on_done()
+            return
+        self.cache.forget_namespace(ref.salt)
         if current is not None:
             self.cache.forget_namespace(current.salt)
-        self._ledger.drop_namespace(ref, lambda error: on_done() if error is None else None)
+        self._ledger.drop_namespace(ref, lambda error: on_done() if error is None else None, generation=generation)
 
     # --- looking ------------------------------------------------------------------------------------------------------
     def match(

@@ -142,9 +142,9 @@ class Answer(Call):
         self.end_wait: Callable[[], None] | None = None
 
     @shielded
-    def done(self, statuses: bytes = b"") -> None:
+    def done(self, statuses: bytes = b"", *, value: int = 0) -> None:
         """The engine has answered."""
-        self.finish(End(statuses=statuses))
+        self.finish(End(statuses=statuses, value=value))
 
     def cancel(self) -> None:
         """Ends as if the deadline had come."""

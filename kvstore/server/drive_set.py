@@ -116,11 +116,11 @@ class DriveSet:
         refs = [engine.add_namespace(manifest, copies=copies) for engine in self._engines]
         return refs[0]
 
-    def drop_namespace(self, ref: NamespaceRef, on_done: Callable[[], None]) -> None:
+    def drop_namespace(self, ref: NamespaceRef, on_done: Callable[[], None], *, generation: int = 0) -> None:
         """See `Engine.drop_namespace`."""
         left = _Countdown(len(self._engines), on_done)
         for engine in self._engines:
-            engine.drop_namespace(_known(engine, ref), left.one)
+            engine.drop_namespace(_known(engine, ref), left.one, generation=generation)
 
     # --- lookups ----------------------------------------------------------------------------------------------------
     def match(

@@ -67,7 +67,7 @@ class DropOrder:
 
 @dataclass(slots=True)
 class _Place:
-    """One worker: how it is called, whether it is this node's, the way to it, and what it knows."""
+    """One worker: how it is called, whether it is this node's, the way to it, what it knows, and what has begun."""
 
     name: str
     is_own: bool = False
@@ -75,6 +75,7 @@ class _Place:
     failure: KVStoreError | None = None
     manifest: bytes = b""
     is_dropped: bool = False
+    generation: int = 0
 
 
 class PendingDrops:
@@ -174,6 +175,9 @@ async def drop_everywhere(
             order = await _with_manifest(places, order, until_ns)
         if order.manifest:
             await asyncio.gather(*(_drop_at(place, order, _left_ns(until_ns)) for place in places))
+            newest = max((place.generation for place in places), default=0)
+            behind = [place for place in places if 0 < place.generation < newest]
+            await asyncio.gather(*(_drop_at(place, order, _left_ns(until_ns), newest) for place in behind))
     unreached = tuple(f"{place.name}: {place.failure}" for place in places if place.failure is not None)
     if any(place.is_dropped for place in places):
         return Dropped(dropped=True, unreached=unreached)
@@ -270,18 +274,22 @@ async def _ask_manifest(place: _Place, namespace: bytes, deadline_ns: int) -> No
         place.failure = error
 
 
-async def _drop_at(place: _Place, order: DropOrder, deadline_ns: int) -> None:
-    """Drops it at one place, which is told the manifest if it does not know the namespace."""
+async def _drop_at(place: _Place, order: DropOrder, deadline_ns: int, generation: int = 0) -> None:
+    """Drops it at one place, which is told the manifest if it does not know the namespace.
+
+    With a generation it only begins that one: all places have to count the same, see `hide_dropped`.
+    """
     if place.channel is None or place.failure is not None:
         return
-    drop = Drop(namespace=order.namespace)
+    drop = Drop(namespace=order.namespace, generation=generation)
     try:
         try:
-            await place.channel.call(drop, End, deadline_ns=deadline_ns)
+            end = await place.channel.call(drop, End, deadline_ns=deadline_ns)
         except UnknownNamespace:
             await place.channel.call(Manifest(manifest=order.manifest), End, deadline_ns=deadline_ns)
-            await place.channel.call(drop, End, deadline_ns=deadline_ns)
+            end = await place.channel.call(drop, End, deadline_ns=deadline_ns)
         place.is_dropped = True
+        place.generation = end.value
     except KVStoreError as error:
         place.failure = error
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstore.engine.api import Engine, NamespaceRef
-from kvstore.errors import UnknownNamespace
-from kvstore.limits import DIGEST_BYTES, REQUEST_NS_MAX
+from kvstore.errors import InvalidRequest, UnknownNamespace
+from kvstore.limits import DIGEST_BYTES, DROPS_AHEAD_MAX, REQUEST_NS_MAX
 from kvstore.server.call import Answer
 from kvstore.server.groups import GroupAnswers, all_absent
 from kvstore.telemetry.metrics import Verb
@@ -86,10 +86,22 @@ def manifest(connection: Connection, body: bytes | bytearray, engine: Engine) ->
 
 
 def drop(connection: Connection, body: bytes | bytearray, engine: Engine, now_ns: int) -> None:
-    """DROP: answered once it is on the drive."""
+    """DROP: answered once it is on the drive, with the generation that has begun."""
     connection.metrics.calls[Verb.DROP] += 1
-    namespace = _known(engine, Drop.decode(body).namespace)
-    engine.drop_namespace(namespace, _begin(connection, Verb.DROP, 0, now_ns).done)
+    request = Drop.decode(body)
+    namespace = _known(engine, request.namespace)
+    if request.generation > namespace.generation + DROPS_AHEAD_MAX:
+        raise InvalidRequest(
+            f"DROP begins generation {request.generation}, the namespace has {namespace.generation} here: at most "
+            f"{DROPS_AHEAD_MAX} more are allowed; drop it without a generation first"
+        )
+    call = _begin(connection, Verb.DROP, 0, now_ns)
+
+    def done() -> None:
+        fresh = engine.namespace(request.namespace)
+        call.done(value=0 if fresh is None else fresh.generation)
+
+    engine.drop_namespace(namespace, done, generation=request.generation)
 
 
 def wait(connection: Connection, body: bytes | bytearray, engine: Engine, now_ns: int) -> None:

@@ -134,12 +134,14 @@ class DictEngine:
             self._namespaces[name] = known
         return known
 
-    def drop_namespace(self, ref: NamespaceRef, on_done: Callable[[], None]) -> None:
+    def drop_namespace(self, ref: NamespaceRef, on_done: Callable[[], None], *, generation: int = 0) -> None:
         """See `Engine.drop_namespace`."""
-        self._generations[ref.digest] = ref.generation + 1
-        self._namespaces[ref.digest] = NamespaceRef(
-            id=ref.id, digest=ref.digest, generation=ref.generation + 1, salt=bytes(16), tenant=ref.tenant
-        )
+        if not 0 < generation <= ref.generation:
+            fresh = max(ref.generation + 1, generation)
+            self._generations[ref.digest] = fresh
+            self._namespaces[ref.digest] = NamespaceRef(
+                id=ref.id, digest=ref.digest, generation=fresh, salt=bytes(16), tenant=ref.tenant
+            )
         self._soon(on_done)
 
     # --- lookups ----------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from kvstore.limits import (
     FRAME_PAYLOAD_BYTES_MAX,
     GROUP_BYTES,
     MANIFEST_BYTES_MAX,
+    NAMESPACE_GENERATION_MAX,
     NODE_ID_BYTES_MAX,
     PAYLOAD_BYTES_MAX,
     PIN_TTL_NS_MAX,
@@ -182,12 +183,17 @@ class Manifest(Message):
     copies: Annotated[int, Uint(COPIES_MAX)] = 0
 
 
-@message(FrameType.DROP)
+@message(FrameType.DROP, optional_count=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop(Message):
-    """Hides everything stored in a namespace, at once."""
+    """Hides everything stored in a namespace, at once; END.value is the generation that begins.
+
+    Attributes:
+        generation: begin this one, and hide nothing where it has begun; 0 begins the next one.
+    """
 
     namespace: Digest
+    generation: Annotated[int, Uint(NAMESPACE_GENERATION_MAX)] = 0
 
 
 @message(FrameType.VIEW)

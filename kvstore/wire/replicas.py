@@ -15,6 +15,7 @@ from kvstore.limits import (
     FORGET_KEYS_MAX,
     HEADS_ITEMS_MAX,
     MANIFEST_BYTES_MAX,
+    NAMESPACE_GENERATION_MAX,
     TARGET_NAME_BYTES_MAX,
 )
 from kvstore.wire.header import FrameType
@@ -24,9 +25,8 @@ from kvstore.wire.schema import Blob, Message, Text, Uint, expect_count, message
 KEY_PREFIX_BYTES: Final = 16
 """Of a record key, in FORGET: what the log of a node keeps of a record that was deleted."""
 _AGE_BYTES: Final = 8
-_GENERATION_MAX: Final = 0x7FFF_FFFF  # half of what a drive counts to: whatever a peer says, DROP can still count on
 
-Generation = Annotated[int, Uint(_GENERATION_MAX)]
+Generation = Annotated[int, Uint(NAMESPACE_GENERATION_MAX)]
 
 
 @message(FrameType.PULL)

@@ -7,6 +7,8 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,13 @@ from kvstore.engine.identity import ContentKind, look_at
 from kvstore.limits import MiB
 from kvstore.server.grpc_edge.client import ControlClient
 from kvstore.server.report import DriveReport, DriveState, NodeReport, NodeState
+from kvstore.testing.cluster_lab import until
+from kvstore.testing.node_line import NodeLine
 from kvstore.testing.serve_process import ServeProcess
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import Exists, Stored
+from kvstore.wire.messages import Drop, End
 from kvstore_client import KVClient
 
 NAMESPACE = Namespace(
@@ -258,3 +263,37 @@ def test_what_was_dropped_while_a_drive_was_away_stays_dropped_over_workers(pair
             outcomes = space.put(keys, [bytes(50_000)] * CHUNKS)
             assert all(isinstance(one, Stored) for one in outcomes)
             assert all(space.contains(keys))
+
+
+def generations(addresses: Sequence[str]) -> set[int]:
+    """What the workers at these addresses count: a drop that has begun long ago hides nothing, and tells it."""
+    return {dropped_at(address, generation=1) for address in addresses}
+
+
+def dropped_at(address: str, *, generation: int = 0) -> int:
+    """The generation that one worker has after a drop there."""
+    with closing(NodeLine(address, NAMESPACE)) as line:
+        return line.client.call(Drop(namespace=NAMESPACE.digest, generation=generation), End).value
+
+
+@pytest.mark.parametrize("way", ["client", "gRPC"])
+def test_a_drop_that_one_worker_counted_twice_hides_nothing_that_was_put_since(pair: Path, way: str) -> None:
+    two = ("--workers", "2")
+    with serve(pair, folders(pair, "a", "b"), *two) as process:
+        ready = process.wait_ready()
+        with KVClient.connect(ready.grpc, deadline=20) as client, ControlClient(ready.grpc) as control:
+            space = client.namespace(NAMESPACE)
+            keys = space.keys(range(16 * CHUNKS))
+            assert all(isinstance(one, Stored | Exists) for one in space.put(keys, [bytes(50_000)] * CHUNKS))
+            again = dropped_at(ready.data[0])
+            assert generations(ready.data) == {again, again - 1}
+            assert space.drop() if way == "client" else control.drop("default", NAMESPACE.digest).dropped
+            assert generations(ready.data) == {again + 1}
+            assert not any(space.contains(keys))
+            assert all(isinstance(one, Stored) for one in space.put(keys, [bytes(50_000)] * CHUNKS))
+        process.terminate()
+        assert process.wait_exit() == 0, process.log
+    with serve(pair, folders(pair, "a", "b"), *two) as process:
+        with KVClient.connect(process.wait_ready().grpc, deadline=20) as client:
+            until(lambda: all(client.namespace(NAMESPACE).contains(keys)), "all that was put since the drop")
+        assert "were dropped while a drive was away" not in process.log

@@ -11,6 +11,7 @@ import pytest
 from kvstore.engine.api import NamespaceRef
 from kvstore.errors import Denied, InvalidRequest, StaleView
 from kvstore.limits import (
+    DROPS_AHEAD_MAX,
     INLINE_PUT_BYTES_MAX,
     LINGER_NS,
     PEER_STALL_NS,
@@ -221,6 +222,22 @@ def test_unknown_namespace_draining_and_stale_views_are_refused(lab: PlaneLab, n
     ended = client.put(namespace.digest, [key_of(2), key_of(3)], [b"x", b"y"], inline=True)
     assert [status for status, _ in ended.values()] == [RefusedReason.DRAINING] * 2
     assert client.get(namespace.digest, [key_of(1)])[1] == {0: b"x"}
+
+
+def test_a_drop_begins_a_generation_once(lab: PlaneLab, namespace: NamespaceRef) -> None:
+    client = lab.client()
+    client.put(namespace.digest, [key_of(1)], [b"x"])
+    now = client.call(Drop(namespace=namespace.digest), End).value
+    assert now == namespace.generation + 1
+    assert client.get(namespace.digest, [key_of(1)])[1] == {}
+    assert client.call(Drop(namespace=namespace.digest, generation=now + 3), End).value == now + 3
+    client.put(namespace.digest, [key_of(1)], [b"y"])
+    for older in (now, now + 3):
+        assert client.call(Drop(namespace=namespace.digest, generation=older), End).value == now + 3
+    assert client.get(namespace.digest, [key_of(1)])[1] == {0: b"y"}
+    far = now + 4 + DROPS_AHEAD_MAX
+    with pytest.raises(InvalidRequest, match=f"begins generation {far}"):
+        client.call(Drop(namespace=namespace.digest, generation=far), End)
 
 
 def test_an_engine_that_refuses_is_quoted(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
