@@ -85,7 +85,8 @@ class StreamingPut(Ticket):
 
         Raises:
             ChecksumMismatch: the words in `crcs` are not those of `data`; the ticket is aborted.
-            InvalidRequest: the slice is not whole blocks of this record, or came before; the ticket is aborted.
+            InvalidRequest: the slice is not whole blocks of this record, or other bytes came there before; the ticket
+                is aborted.
         """
         piece = self._lent.pop(self._writer.arena_offset(data))
         if self.ended or self._committed:
@@ -93,14 +94,18 @@ class StreamingPut(Ticket):
             return
         self.expires_ns = self._writer.now_ns + self.spec.owner_ttl_ns
         try:
-            self._verify(offset, data, crcs)
+            is_new = self._verify(offset, data, crcs)
         except (ChecksumMismatch, InvalidRequest):
             piece.release()
             self._end()
             raise
-        self._write(offset, data, piece)
+        if is_new:
+            self._write(offset, data, piece)
+        else:
+            piece.release()
 
-    def _verify(self, offset: int, data: memoryview, crcs: bytes) -> None:
+    def _verify(self, offset: int, data: memoryview, crcs: bytes) -> bool:
+        """False when the very same blocks came before: the answer was lost on its way, and the client asked again."""
         spec = self.spec
         block, end = spec.block_bytes, offset + len(data)
         if offset % block or end > spec.payload_bytes or (end % block and end != spec.payload_bytes) or not len(data):
@@ -115,10 +120,13 @@ class StreamingPut(Ticket):
                 "open the writer again"
             )
         blocks = range(offset // block, offset // block + block_count(len(data), block))
+        if self._missing.isdisjoint(blocks) and self._table[4 * blocks.start : 4 * blocks.stop] == crcs:
+            return False
         if not self._missing.issuperset(blocks):
-            raise InvalidRequest(f"slice at {offset} was written before; send each block once")
+            raise InvalidRequest(f"slice at {offset} was written before with other bytes; send each block once")
         self._missing.difference_update(blocks)
         self._table[4 * blocks.start : 4 * blocks.stop] = crcs
+        return True
 
     def _write(self, offset: int, data: memoryview, piece: Piece) -> None:
         """Send whole pages to the drive, keep the edges. `piece` is given back when it is on the drive."""

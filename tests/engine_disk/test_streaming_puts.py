@@ -126,6 +126,21 @@ def test_wrong_checksums_and_blocks_that_came_before_end_the_writer() -> None:
     assert rig.store.allocator.open.outstanding == 0
 
 
+def test_a_slice_that_is_repeated_because_its_answer_got_lost_is_taken_once() -> None:
+    rig = StoreRig(MemoryDevice(size_bytes=8 * MiB), arena_bytes=1 * MiB)
+    ref = rig.namespace()
+    payload = random.Random(7).randbytes(20_000)
+    ticket = opened(rig, spec_of(ref, len(payload), 4096))
+    for start, stop in ((0, 8192), (0, 8192), (4096, 8192), (8192, 20_000), (16_384, 20_000)):
+        write(ticket, start, payload[start:stop], 4096)
+    outcomes: list[object] = []
+    ticket.commit(crc_table=crc_table(payload, 4096), on_done=outcomes.append)
+    rig.settle(lambda: bool(outcomes))
+    assert isinstance(outcomes[0], Stored)
+    assert rig.get(ref, b"k" * 32) == payload
+    assert rig.arena.free_bytes == rig.arena.size_bytes
+
+
 def test_a_wrong_slice_leaves_the_memory_of_those_on_their_way_alone() -> None:
     rig = StoreRig(MemoryDevice(size_bytes=8 * MiB))
     ticket = opened(rig, spec_of(rig.namespace(), 12_288, 4096))
