@@ -59,16 +59,16 @@ class PlacedLane(ReadLane):
                 self._core.saw_epoch(epoch)
             if not crcs_match(view, self._block_bytes, table):
                 return self._ask_again(connection, content_id, table)
-        except (KVStoreError, OSError):
-            connection.close()
-            self._driver.give_back(link, connection, time.monotonic_ns(), has_broken=True)
-            regions.take_back(place_at(view))
+        except BaseException as error:
+            is_ours = isinstance(error, KVStoreError | OSError)
+            try:
+                regions.take_back(place_at(view))  # first: a second signal may end this before its end
+            finally:
+                connection.close()
+                self._driver.give_back(link, connection, time.monotonic_ns(), has_broken=is_ours)
+            if not is_ours:
+                raise
             return deadline_ns
-        except BaseException:
-            connection.close()
-            self._driver.give_back(link, connection, time.monotonic_ns(), has_broken=False)
-            regions.take_back(place_at(view))
-            raise
         return self._done(connection, content_id, now_ns)
 
     def _read_on(self, connection: Connection, received: bytes, view: memoryview) -> Begun:

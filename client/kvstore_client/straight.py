@@ -124,13 +124,17 @@ def read_straight(
         connection.close()
         return None
     except BaseException:
+        if places is not None:
+            take_back(connection, places)
         connection.close()
         raise
     finally:
-        if not is_kept:
-            driver.give_back(link, connection, time.monotonic_ns(), has_broken=has_broken)
-        if places is not None:
-            take_back(connection, places)  # last: the kernel may not do it
+        try:
+            if places is not None:
+                take_back(connection, places)  # first: a second signal may end this before its end
+        finally:
+            if not is_kept:
+                driver.give_back(link, connection, time.monotonic_ns(), has_broken=has_broken)
     total = count * length
     link.note_read(total, connection.idle_since_ns - now_ns)
     core.budget.first_attempt()
@@ -165,10 +169,12 @@ def _give_up(driver: BlockingDriver, begun: Begun) -> None:
     link, connection = begun.connection
     if connection.deadline_ns != begun.deadline_ns or not link.uses(connection):
         return  # its job has had it, and has given it back; others may have it now
-    connection.close()
-    driver.give_back(link, connection, time.monotonic_ns(), has_broken=False)
-    if begun.places is not None:
-        take_back(connection, begun.places)
+    try:
+        if begun.places is not None:
+            take_back(connection, begun.places)  # first: a second signal may end this before its end
+    finally:
+        connection.close()
+        driver.give_back(link, connection, time.monotonic_ns(), has_broken=False)
 
 
 def _places_of(connection: Connection, views: Sequence[memoryview], *, is_bounced: bool) -> Places | None:

@@ -12,7 +12,8 @@ from kvstore.limits import KiB
 from kvstore.testing.serve_process import Ready, ServeProcess
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
-from kvstore_client import Hit, KVClient, Miss, Stored, namespace_handle
+from kvstore_client import Hit, KVClient, Miss, Stored, namespace_handle, placed_inflow, placed_lane
+from kvstore_client.connection import Connection
 from kvstore_client.loads import Begun
 from kvstore_client.placed_lane import PlacedLane
 from kvstore_client.shm import address_of
@@ -59,6 +60,49 @@ def test_the_connection_is_given_back_and_no_late_byte_is_seen(
             assert len(whole.patches) > patches, "the node may still write to the pages that were there"
         assert all(isinstance(one, Hit) for one in ns.get_into(keys[:count], into))
         assert all(isinstance(one, Miss) for one in ns.get_into(keys[COUNT : COUNT + count], into))
+
+
+@pytest.mark.parametrize("count", [1, COUNT])
+@pytest.mark.parametrize("where", ["receive", "hand over"])
+def test_a_second_signal_in_the_clean_up_leaves_no_place_to_the_node(
+    served: Ready, monkeypatch: pytest.MonkeyPatch, count: int, where: str
+) -> None:
+    with KVClient.connect(served.grpc, transport="shm") as client:
+        layout = KVLayout.opaque(chunk_bytes=SIZE, chunk_tokens=16)
+        ns = client.namespace(Namespace(tenant="default", model=os.urandom(4).hex(), weights="w", layout=layout))
+        keys = ns.keys(list(range(32 * COUNT)))
+        memory = client.alloc(COUNT * SIZE)
+        into = [memory[at * SIZE : (at + 1) * SIZE] for at in range(count)]
+        assert all(isinstance(one, Stored) for one in ns.put(keys[:count], into))
+        for _ in range(3):
+            assert all(isinstance(one, Hit) for one in ns.get_into(keys[:count], into))
+        core = client.session().core
+        numbers = [core.memory.find(address_of(one), SIZE)[0].number for one in into]  # type: ignore[index]
+        close, closed = Connection.close, []
+
+        def interrupted(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        def interrupted_once(connection: Connection) -> None:
+            if not closed:
+                closed.append(connection)
+                raise KeyboardInterrupt
+            close(connection)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Connection, "close", interrupted_once)
+            if where == "hand over":
+                patched.setattr(namespace_handle, "incoming_records", interrupted)
+            elif count == 1:
+                patched.setattr(placed_lane, "crcs_match", interrupted)
+            else:
+                patched.setattr(placed_inflow, "crcs_match_far", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ns.get_into(keys[COUNT : COUNT + count] if where == "hand over" else keys[:count], into)
+        assert closed, "the clean-up was interrupted, too"
+        now = [core.memory.find(address_of(one), SIZE) for one in into]
+        assert all(one is None or one[0].number != before for one, before in zip(now, numbers, strict=True))
+        assert all(isinstance(one, Hit) for one in ns.get_into(keys[:count], into))
 
 
 def test_a_client_that_is_closed_then_gives_the_connection_back(served: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
