@@ -143,9 +143,7 @@ TEMPORARY_NAMES_READ_MAX: Final = 100_000  # others may fill the folder for temp
 # --- shared memory ---------------------------------------------------------------------------------------------
 REGIONS_PER_CONNECTION_MAX: Final = 1_024
 REGIONS_PER_CLIENT_MAX: Final = 4 * REGIONS_PER_CONNECTION_MAX  # two connections, and two that are about to end
-REGIONS_MAX: Final = (
-    16_384  # of all clients of a worker: each is a descriptor and one of 65,530 mappings (vm.max_map_count)
-)
+REGIONS_MAX: Final = 16_384  # of all clients: each is a descriptor and one of 65,530 mappings (vm.max_map_count)
 REGIONS_SHARE_OF_FILES: Final = 0.5  # of the open files that are allowed: connections need the others
 ALLOCATED_OF_FREE_MAX: Final = 0.9  # of the memory that is free, what one allocation may take at once
 REGION_BYTES_PER_CLIENT_MAX: Final = 64 * GiB  # mapped for one process; page tables of it take 1/512
@@ -223,7 +221,7 @@ COPIES_MAX: Final = 3
 HEADS_ITEMS_MAX: Final = 1_024  # of one HEADS
 FORGET_KEYS_MAX: Final = 16_384  # of one FORGET
 NAMESPACE_GENERATION_MAX: Final = 0x7FFF_FFFF  # half of what a drive counts to: whatever a peer says, DROP counts on
-DROPS_AHEAD_MAX: Final = 65_536  # that a client may tell a worker to skip: so often it has not heard of a drop
+DROPS_AHEAD_MAX: Final = 1 << 20  # that a worker may have missed, as one that joins: a drop a minute for two years
 PULL_QUEUE_RECORDS_MAX: Final = 65_536  # that wait to be copied to one worker
 PULL_BATCH_RECORDS: Final = 64  # asked of a source at once
 PULL_FAILURES_MAX: Final = 6  # of a source in a row: 6 s with their pauses; then what it was named for is given up
