@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -130,6 +132,30 @@ def test_two_nodes_serve_one_view_and_share_the_runs(nodes: Nodes) -> None:
         with ControlClient(nodes.nodes[name].wait_ready().grpc) as control:
             (namespace,) = control.namespaces("default").namespaces
             assert namespace.model == "m"  # some runs went to each
+
+
+def entries(etcd: EtcdProcess) -> dict[str, int]:
+    """All that etcd holds: the bytes of each entry, by its key."""
+    everything = base64.b64encode(b"\0").decode()
+    found = etcd.post(0, "/v3/kv/range", {"key": everything, "range_end": everything})["kvs"]
+    assert isinstance(found, list)
+    return {base64.b64decode(one["key"]).decode(): len(one["value"]) for one in found}
+
+
+def test_etcd_holds_nothing_of_chunks_or_namespaces(nodes: Nodes) -> None:
+    with KVClient.connect(nodes.nodes["a"].wait_ready().grpc) as client:
+        assert stored(put_all(client))
+        before = entries(nodes.etcd)
+        assert any(key.startswith("/kvstore/served/") or "served" in key for key in before)
+        for number in range(20):
+            space = client.namespace(replace(SPACE, model=f"m{number}"))
+            keys = space.keys(list(range(500)))
+            assert stored(list(space.put(keys, [b"%d" % at for at in range(500)])))
+            assert all(isinstance(one, Hit) for one in space.delete(keys[:100]))
+        until(nodes.settled, "nothing is on its way")
+        after = entries(nodes.etcd)
+    assert after.keys() == before.keys(), "10,000 chunks in 20 namespaces"
+    assert sum(after.values()) < sum(before.values()) + 1000
 
 
 def test_without_etcd_reads_go_on_and_writes_are_refused_until_it_is_back(nodes: Nodes) -> None:
