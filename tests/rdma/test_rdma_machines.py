@@ -6,7 +6,11 @@ import compileall
 import contextlib
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Final
 from xml.etree import ElementTree
 
 import pytest
@@ -47,52 +51,67 @@ def pytest_command(tests: tuple[str, ...], chosen: str) -> list[str]:
     return [sys.executable, "-m", "pytest", "-q", "--durations=5", *written, *light, *select]
 
 
-def judge(folder: Path, machine: VirtualMachine, reports: list[str], what: str) -> None:
-    """Fails with what the guest printed, unless each test passed there."""
-    status = machine.wait(WAIT_S)
-    assert status == 0, machine.output() + machine.printed()
-    suite = ElementTree.parse(folder / REPORT).getroot().find("testsuite")
-    assert suite is not None
-    counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
-    reports.append(f"{what}: {counts['tests']} tests in {float(suite.attrib['time']):.0f} s")
-    reports += [f"  {line}" for line in machine.output().splitlines() if line.startswith("measured:")]
-    assert counts["tests"]
-    assert counts["skipped"] == 0, machine.output()
+def one_machine(tests: tuple[str, ...], chosen: str, folder: Path) -> list[str]:
+    """Two devices, and the tests of some modules whose names contain a word: what to report when each passed."""
+    with VirtualMachine(folder, pytest_command(tests, chosen), kit="rdma", before=TWO_DEVICES) as machine:
+        status = machine.wait(WAIT_S)
+        assert status == 0, machine.output() + machine.printed()
+        suite = ElementTree.parse(folder / REPORT).getroot().find("testsuite")
+        assert suite is not None
+        counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+        assert counts["tests"]
+        assert counts["skipped"] == 0, machine.output()
+        report = f"one machine, two devices, {chosen}: {counts['tests']} tests in {float(suite.attrib['time']):.0f} s"
+        return [report, *measured(machine)]
 
 
-# a machine for each, so that none runs for long
-@pytest.mark.parametrize(
-    ("tests", "chosen"),
-    [
-        (("test_verbs_backends.py", "test_memlock.py"), "Test or locked"),
-        (("test_rdma_channel.py",), "Ibverbs"),
-        (("test_rdma_channel.py",), "Pyverbs"),
-    ],
-)
-def test_two_devices_of_one_machine(
-    tmp_path: Path, machine_reports: list[str], tests: tuple[str, ...], chosen: str
-) -> None:
-    command = pytest_command(tests, chosen)
-    with VirtualMachine(tmp_path, command, kit="rdma", before=TWO_DEVICES) as machine:
-        judge(tmp_path, machine, machine_reports, f"one machine, two devices, {chosen}")
-
-
-def test_two_machines(tmp_path: Path, machine_reports: list[str]) -> None:
-    folders = [tmp_path / name for name in ("node", "client")]
+def two_machines(folder: Path) -> list[str]:
+    """A node on one, a client on the other: what to report when all was as it should be."""
+    folders = [folder / name for name in ("node", "client")]
     with tempfile.TemporaryDirectory(prefix="kvstore-") as link, contextlib.ExitStack() as stack:
         machines = []
-        for host, folder in enumerate(folders):
-            folder.mkdir()
-            command = [sys.executable, "-m", "tests.rdma.guest.served", folder.name]
+        for host, own in enumerate(folders):
+            own.mkdir()
+            command = [sys.executable, "-m", "tests.rdma.guest.served", own.name]
             # a path of a socket must be short
             wires = [part for wire in range(2) for part in link_device(Path(link), host=host, wire=wire)]
             machines.append(
-                stack.enter_context(VirtualMachine(folder, command, kit="rdma", devices=wires, before=one_device(host)))
+                stack.enter_context(VirtualMachine(own, command, kit="rdma", devices=wires, before=one_device(host)))
             )
-        for machine in machines:
+        for machine in reversed(machines):  # the client says when all is over
             status = machine.wait(WAIT_S)
             assert status == 0, machine.output() + "".join(other.printed() for other in machines)
             assert "all as it should be" in machine.output()
-    measured = [line for line in machines[1].output().splitlines() if line.startswith("measured:")]
-    machine_reports.append("two machines: served, byte-exact both ways whatever broke")
-    machine_reports += [f"  {line}" for line in measured]
+        return ["two machines: served, byte-exact both ways whatever broke", *measured(machines[1])]
+
+
+def measured(machine: VirtualMachine) -> list[str]:
+    """What a guest said of rates and counts."""
+    return [f"  {line}" for line in machine.output().splitlines() if line.startswith("measured:")]
+
+
+RUNS: Final[dict[str, Callable[[Path], list[str]]]] = {
+    "two machines": two_machines,
+    # a machine for each, so that none runs for long
+    "backends": partial(one_machine, ("test_verbs_backends.py", "test_memlock.py"), "Test or locked"),
+    "channel by ibverbs": partial(one_machine, ("test_rdma_channel.py",), "Ibverbs"),
+    "channel by pyverbs": partial(one_machine, ("test_rdma_channel.py",), "Pyverbs"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[list[str]]]]:
+    """Those that were chosen, two at a time: machines that wait for each other leave half of the CPUs idle.
+
+    A machine lives no longer than the thread that made it, which waits for it here.
+    """
+    wanted = [item.callspec.params["run"] for item in request.session.items if item.module is request.module]
+    with ThreadPoolExecutor(2) as pool:
+        yield {run: pool.submit(RUNS[run], tmp_path_factory.mktemp("run")) for run in wanted}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_what_needs_devices(run: str, runs: dict[str, Future[list[str]]], machine_reports: list[str]) -> None:
+    machine_reports += runs[run].result()
