@@ -47,7 +47,7 @@
 #define KV_HEAD_MAX 4096    /* header, slice and CRC table of one record */
 #define KV_FIRST 8192       /* of a payload, sent first: the peer wakes up while the rest is copied */
 #define KV_SPLIT_MIN 32768  /* payload for which that pays */
-#define KV_ASLEEP 32        /* answers that are slept for after one that was looked for in vain */
+#define KV_ASLEEP_MAX 32    /* answers that are slept for after some that were looked for in vain */
 #define KV_FORMS 4          /* kinds of request that a node compares with */
 #define KV_DESCRIPTORS 16   /* that may come with one receive; more are closed by the kernel, and it says so */
 
@@ -78,6 +78,7 @@ typedef struct {
     Py_ssize_t frame_bytes, key_at, place_bytes, head_bytes, record_bytes;
     long long look_ns; /* for so long `ask` looks for the answer before it sleeps */
     unsigned asleep;   /* so many answers it sleeps for, since one took longer than that; with the GIL */
+    unsigned in_vain;  /* so many for the next one: twice as many each time in a row; with the GIL */
 } Read;
 
 static int read_init(Read *self, PyObject *args, PyObject *kwargs)
@@ -233,6 +234,19 @@ static ssize_t answered(int handle, unsigned char *head, size_t head_bytes, long
     }
 }
 
+/* Learns from an answer that took so long, or a wait in vain, whether to look for the next ones. With the GIL. */
+static void note_took(Read *self, long long look_ns, long long took_ns)
+{
+    if (!look_ns) {
+        self->asleep -= !!self->asleep;
+    } else if (took_ns <= look_ns) {
+        self->in_vain = 0;
+    } else {
+        self->in_vain = !self->in_vain ? 1 : self->in_vain < KV_ASLEEP_MAX ? 2 * self->in_vain : KV_ASLEEP_MAX;
+        self->asleep = self->in_vain;
+    }
+}
+
 /* To send and to receive without a step in Python between them; nothing is expected behind the head. */
 static PyObject *read_ask(Read *self, PyObject *const *args, Py_ssize_t argument_count)
 {
@@ -264,12 +278,9 @@ static PyObject *read_ask(Read *self, PyObject *const *args, Py_ssize_t argument
         count = answered(handle, head, (size_t)self->head_bytes, start_ns + look_ns, start_ns + wait_ns);
         Py_END_ALLOW_THREADS
     } while (count < 0 && errno == EINTR && !PyErr_CheckSignals());
+    note_took(self, look_ns, clock_ns() - start_ns);
     if (count < 0)
         return PyErr_Occurred() ? NULL : os_error();
-    if (!look_ns)
-        self->asleep -= !!self->asleep;
-    else if (clock_ns() - start_ns > look_ns)
-        self->asleep = KV_ASLEEP;
     return judged(self, u32_at(frame + KV_ID_AT), head, NULL, (size_t)count);
 }
 
