@@ -313,7 +313,8 @@ class DataPlane:
         self._sweep_ns = now_ns + SWEEP_NS
         self.metrics.calls_active = self.calls_active
         self._count_shared()
-        stall_ns = PEER_STALL_WAITED_NS if self.puts_wait() else PEER_STALL_NS
+        putting = {one.client for one in self._connections if one.call is not None and one.call.verb is Verb.PUT}
+        stall_ns = PEER_STALL_WAITED_NS if len(putting) > 1 and self.puts_wait() else PEER_STALL_NS
         for connection in list(self._connections):
             call = connection.call
             if call is not None and call.deadline_ns <= now_ns:
@@ -330,10 +331,8 @@ class DataPlane:
 
     def _count_shared(self) -> None:
         metrics, memory = self.metrics, self.shared_memory
-        metrics.shared_bytes = memory.mapped_bytes
-        metrics.shared_from_drive = memory.from_drive_bytes
-        metrics.shared_copied_in = memory.copied_in_bytes
-        metrics.shared_copied_out = memory.copied_out_bytes
+        metrics.shared_bytes, metrics.shared_from_drive = memory.mapped_bytes, memory.from_drive_bytes
+        metrics.shared_copied_in, metrics.shared_copied_out = memory.copied_in_bytes, memory.copied_out_bytes
 
     # --- connections ------------------------------------------------------------------------------------------------
     def _accept(self, listening: socket.socket) -> None:

@@ -15,6 +15,7 @@ from kvstore.limits import (
     INLINE_PUT_BYTES_MAX,
     LINGER_NS,
     PEER_STALL_NS,
+    PEER_STALL_WAITED_NS,
     PUT_WINDOW_BYTES,
     SECOND_NS,
     WRITERS_PER_CLIENT_MAX,
@@ -652,3 +653,31 @@ def test_a_peer_that_stops_in_the_middle_gives_everything_back(
     lab.turn_until(lambda: lab.metrics.connections == 1)
     assert not engine.pending
     assert waiting.expect(End).statuses == bytes([MissReason.ABSENT])
+
+
+def test_a_peer_that_stops_has_less_time_while_puts_of_others_wait_for_memory(
+    lab: PlaneLab, namespace: NamespaceRef
+) -> None:
+    lab.plane.puts_wait = lambda: True
+    first, second = (lab.client(client_id=bytes([at]) * 16) for at in range(2))
+
+    def offers(client: LabClient, number: int) -> None:
+        offer = client.offer(namespace.digest, [key_of(number)], [os.urandom(MiB)], deadline_ns=3600 * SECOND_NS)
+        client.start(offer)
+        client.expect(Grant)
+
+    def rests() -> None:
+        for _ in range(4):
+            lab.clock_ns += PEER_STALL_WAITED_NS // 2
+            lab.turn()
+
+    offers(first, 1)
+    rests()
+    assert lab.metrics.connections == 2, "what waits can only be its own"
+    offers(second, 2)
+    rests()
+    lab.clock_ns += 2 * LINGER_NS
+    lab.turn_until(lambda: lab.metrics.connections == 1)
+    for _ in range(5):
+        lab.turn()
+    assert lab.metrics.connections == 1, "what still waits can only be the other's own"
