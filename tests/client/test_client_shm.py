@@ -365,7 +365,7 @@ def test_a_hostile_client_only_hurts_itself(served: Ready) -> None:
     os.ftruncate(unsealed, 64 * KiB)
     small = create_memory(PAGE_BYTES)
     for fd in (unsealed, small, os.open("/dev/null", os.O_RDWR), os.open("/proc/self/exe", os.O_RDONLY)):
-        with pytest.raises(InvalidRequest, match="refused|is no memfd"):
+        with pytest.raises(InvalidRequest, match=r"refused|is no memfd"):
             peer.call(Region(region=1, length_bytes=64 * KiB), fd)
         os.close(fd)
     with pytest.raises(InvalidRequest, match="SCM_RIGHTS"):
