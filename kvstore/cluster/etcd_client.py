@@ -236,7 +236,8 @@ class EtcdClient:
             if doing.done() and not doing.cancelled():
                 return doing.result()
             self._raise_if_closed()
-            raise Unavailable(f"etcd member {member.address} is given up; another is asked")
+            then = "another is asked" if len(self._members) > 1 else "it is asked again"
+            raise Unavailable(f"etcd member {member.address} is given up; {then}")
         finally:
             doing.cancel()
             left.cancel()

@@ -95,6 +95,7 @@ class Membership:
         self._rejoin_ns = clock()  # two nodes with one address fence each other: not more often than now and then
         self._fence_timer: asyncio.TimerHandle | None = None
         self._was_fenced = True
+        self._told_fence = False  # in the log, and not yet taken back
         self._failure = "not asked yet"
 
     @property
@@ -463,7 +464,7 @@ class Membership:
                 except Closed:
                     return
                 except LeaseExpired as error:
-                    log.warning("this node is fenced: %s", error)
+                    self._say_fenced(str(error))
                     self._let_go()
                 except KVStoreError as error:
                     log.debug("lease not renewed: %s", error)
@@ -478,9 +479,22 @@ class Membership:
         if self._fence_timer is not None:
             self._fence_timer.cancel()
         left_s = max(0, self._held_until_ns + MS_NS - self._clock()) / SECOND_NS  # timers may be early by a little
-        self._fence_timer = asyncio.get_running_loop().call_later(left_s, self._tell)
+        self._fence_timer = asyncio.get_running_loop().call_later(left_s, self._run_out)
         self._was_fenced = self.fenced
+        if self._told_fence and not self._was_fenced:
+            self._told_fence = False
+            log.info("this node is not fenced any more: it takes puts, deletes and drops again")
         self._on_change()
+
+    def _run_out(self) -> None:
+        """The lease's time is over by our clock, and nobody has renewed it."""
+        if reason := self.fence:
+            self._say_fenced(reason)
+        self._tell()
+
+    def _say_fenced(self, reason: str) -> None:
+        self._told_fence = True
+        log.warning("this node is fenced, it refuses puts, deletes and drops and serves reads: %s", reason)
 
     def _let_go(self) -> None:
         """The lease has ended: nothing that was written under it stands. Register in a new session."""

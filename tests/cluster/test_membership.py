@@ -393,7 +393,11 @@ def test_who_says_goodbye_is_down_at_once_and_a_drained_one_leaves(shared_etcd: 
     run(body)
 
 
-def test_a_node_that_cannot_reach_etcd_is_fenced_before_others_give_it_up(shared_etcd: EtcdProcess) -> None:
+def test_a_node_that_cannot_reach_etcd_is_fenced_before_others_give_it_up(
+    shared_etcd: EtcdProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
     async def body() -> None:
         async with cluster_on(shared_etcd, 0, 1) as cluster:
             first, second = cluster.nodes
@@ -415,11 +419,13 @@ def test_a_node_that_cannot_reach_etcd_is_fenced_before_others_give_it_up(shared
             assert "cut off" in second.member.failure
             await until(lambda: second.member.fence.startswith("lease lost "))
             assert "unreachable: " in second.member.fence
+            await until(lambda: "and serves reads: lease lost " in caplog.text)
             await until(lambda: first.states()["t1"] is DOWN)
             assert all(was_fenced)
             second.store.mend()
             await until(lambda: not second.member.fenced and first.states()["t1"] is SERVING)
             await until(lambda: second.member.failure == second.member.fence == "")
+            await until(lambda: "this node is not fenced any more" in caplog.text)
 
     run(body)
 
