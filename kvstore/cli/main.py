@@ -21,7 +21,6 @@ import typer
 from kvstore.cli.option_values import (
     check_hex,
     digest_of,
-    file_content,
     manifest_of,
     parsed,
     tokens_of,
@@ -337,7 +336,7 @@ def drop(
     """
     from kvstore.types.digest import digest
 
-    content = file_content(manifest, "--manifest") if manifest else b""
+    content = manifest_of(manifest) if manifest else b""
     if not content and not namespace:
         raise InvalidRequest("no namespace is given; pass its digest in hex, or --manifest FILE")
     whole = digest(content) if content else digest_of(namespace, "the namespace")

@@ -155,6 +155,7 @@ def test_a_file_that_is_too_large_is_refused_not_cut(tmp_path: Path) -> None:
         (("explain", "--tokens", "1,x"), "--tokens has 'x'; give token ids"),
         (("explain", "--tokens", "@/etc/hostname"), "--tokens @/etc/hostname has '"),
         (("explain", "--manifest", "/etc/hostname"), "--manifest /etc/hostname holds no Namespace.manifest()"),
+        (("drop", "--manifest", "/etc/hostname"), "--manifest /etc/hostname holds no Namespace.manifest()"),
         (("explain", "--tokens", "1,-5"), "-5"),
         (("explain", "--tokens", "@/nowhere"), "/nowhere cannot be read"),
         (("explain", "--manifest", "/nowhere"), "/nowhere cannot be read"),
