@@ -230,7 +230,7 @@ def _faults_of_drives(settings: NodeSettings) -> Iterator[str]:
         each = "the data dir" if count == 1 else f"each of {count} data dirs"
         yield (
             f"capacity {format_size(settings.capacity)} gives {each} "
-            f"{format_size(settings.capacity_each_bytes)}, at least {format_size(CAPACITY_BYTES_MIN)}; "
+            f"{format_size(settings.capacity_each_bytes)}, at least {format_size(CAPACITY_BYTES_MIN)} is needed; "
             f"set capacity to {format_size(CAPACITY_BYTES_MIN * count)} or more"
         )
     else:
