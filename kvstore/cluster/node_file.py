@@ -30,6 +30,11 @@ class NodeFile:
         self._values = _read(path)
         self._closed = False
 
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
     def get(self, key: str) -> str | None:
         self._check_open()
         return self._values.get(_checked(key))

@@ -29,7 +29,7 @@ from kvstore.server.generations import hide_dropped
 from kvstore.server.grpc_edge.service import GrpcServer
 from kvstore.server.http_edge import HttpEdge
 from kvstore.server.launch import RdmaMode, WorkerLaunch
-from kvstore.server.node_record import open_record
+from kvstore.server.node_record import NODE_ID_KEY, open_record
 from kvstore.server.places import (
     ReadyAddresses,
     clear_ready_file,
@@ -46,7 +46,6 @@ from kvstore.telemetry.metrics import SupervisorMetrics
 
 log = logging.getLogger(__name__)
 
-_NODE_ID_KEY: Final = "node/id"
 _BOOTS_KEY: Final = "node/boots"
 _CHANGES_BITS: Final = 20
 """Epoch = starts of the node << 20 | changes since: it grows over restarts without a write for each change."""
@@ -82,7 +81,7 @@ class Node:
         self._usable, self._bad = usable_paths(settings.data_dir)
         log_start(settings)
         self._store = open_record(self._usable)
-        self._node_id = settings.node_id or self._kept(_NODE_ID_KEY) or f"node-{uuid.uuid4().hex[:12]}"
+        self._node_id = settings.node_id or self._kept(NODE_ID_KEY) or f"node-{uuid.uuid4().hex[:12]}"
         # on raw devices alone nothing of ours is kept between starts, so the clock must tell them apart
         self._boots = int(self._kept(_BOOTS_KEY) or 0) + 1 if self._store else int(time.time())
         self._seat = open_seat(settings, self._node_id)
@@ -269,7 +268,7 @@ class Node:
         """A full file system must not keep a node from serving what it has."""
         if self._store:
             try:
-                self._store.put(_NODE_ID_KEY, self._node_id)
+                self._store.put(NODE_ID_KEY, self._node_id)
                 self._store.put(_BOOTS_KEY, str(self._boots))
                 targets = [one for worker in self._workers if worker.readiness for one in worker.readiness.targets]
                 note_drives(self._store, {one.path: one.id for one in targets}, self._settings.data_dir)

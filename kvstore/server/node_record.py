@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -10,7 +12,10 @@ from kvstore.cluster.node_file import NodeFile
 from kvstore.errors import FormatUnsupported, KVStoreError, Unavailable
 from kvstore.server.places import STORE_FILE
 
+NODE_ID_KEY: Final = "node/id"
 _BOOTS_KEY: Final = "node/boots"
+
+log = logging.getLogger(__name__)
 
 
 class NodeRecord:
@@ -48,6 +53,9 @@ def _boots_of(file: NodeFile) -> int:
 def open_record(paths: Sequence[str]) -> NodeRecord | None:
     """The node's record in those data folders; None when all data lies on raw devices, or no folder can be read.
 
+    A folder with the record of another node, whose drive was plugged in here, keeps that: it would not know its own
+    drive any more. Ours is the one that most folders have, else the first.
+
     Raises:
         FormatUnsupported: A node file is damaged, and no other folder has one.
     """
@@ -61,4 +69,18 @@ def open_record(paths: Sequence[str]) -> NodeRecord | None:
                 failure = error
     if failure is not None and not any(_boots_of(file) for file in files):
         raise failure
-    return NodeRecord(files) if files else None
+    return NodeRecord(_of_one_node(files)) if files else None
+
+
+def _of_one_node(files: Sequence[NodeFile]) -> list[NodeFile]:
+    names = Counter(name for file in files if (name := file.get(NODE_ID_KEY)))
+    ours = names.most_common(1)[0][0] if names else None
+    kept: list[NodeFile] = []
+    for file in files:
+        name = file.get(NODE_ID_KEY)
+        if name in (None, ours):
+            kept.append(file)
+        else:
+            log.warning("%s is left as it is: it is of node %s, and this one is %s", file.path, name, ours)
+            file.close()
+    return kept

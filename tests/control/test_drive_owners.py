@@ -91,3 +91,23 @@ def test_a_node_on_loopback_is_out_of_reach_of_a_cluster_elsewhere(
     hosts: tuple[str, ...], cluster: str, expected: bool
 ) -> None:
     assert is_out_of_reach(hosts, parse_store_address(cluster)) is expected
+
+
+@pytest.mark.parametrize("order", [("a", "b", "theirs"), ("theirs", "a", "b"), ("a", "theirs"), ("a", "new", "theirs")])
+def test_the_record_of_another_node_is_neither_read_nor_written(tmp_path: Path, order: tuple[str, ...]) -> None:
+    for name in order:
+        (tmp_path / name).mkdir()
+    theirs = NodeFile(tmp_path / "theirs" / "node.json")
+    for key, value in (("node/id", "n9"), ("node/boots", "7"), ("cluster/id", THEIRS)):
+        theirs.put(key, value)
+    for name in ("a", "b"):
+        if name in order:
+            NodeFile(tmp_path / name / "node.json").put("node/id", "n1")
+    before = (tmp_path / "theirs" / "node.json").read_bytes()
+    record = open_record([str(tmp_path / name) for name in order])
+    assert record is not None
+    assert (record.get("node/id"), noted_owner(record)) == ("n1", NOTHING)
+    note_owner(record, DriveOwner(id=raw(OURS)))
+    assert (tmp_path / "theirs" / "node.json").read_bytes() == before
+    for name in set(order) - {"theirs"}:
+        assert NodeFile(tmp_path / name / "node.json").get("cluster/id") == OURS
