@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Final
 
 from kvstore.errors import Unavailable
-from kvstore.transport.shm import host_id, is_trusted, peer_of
+from kvstore.transport.shm import Peer, host_id, is_trusted, peer_of
 from kvstore.wire.shared import LocalReply
 from kvstore_client.shm import SharedMemory
 from kvstore_client.stats import Counters
@@ -89,6 +89,10 @@ class LocalWay:
             held.close()
             self._fall_back(f"its socket {self.path} is served by user {peer.uid}, we are {os.geteuid()}")
             return None
+        if not _is_served_by(peer):
+            held.close()
+            self._fall_back(f"the node shares memory with its user {peer.uid} and root alone, we are {os.geteuid()}")
+            return None
         held.setblocking(True)
         return held
 
@@ -113,6 +117,11 @@ class LocalWay:
         if self.transport is Transport.SHM and not self.path:
             give_up()
             raise Unavailable(f"transport shm cannot be used: {self.reason}; use auto to fall back to TCP")
+
+
+def _is_served_by(peer: Peer) -> bool:
+    """Whether a node of that user shares memory with us; it would refuse the HELLO otherwise."""
+    return os.geteuid() in (peer.uid, 0)
 
 
 def _owner(path: str) -> int:

@@ -83,7 +83,10 @@ def test_another_user_does_not_reach_the_socket(served: Ready) -> None:
     as_another_user(work)
 
 
-def test_another_user_who_reaches_the_socket_is_refused_by_the_node(served: Ready) -> None:
+@pytest.mark.parametrize("is_honest", [True, False])
+def test_another_user_who_reaches_the_socket_shares_nothing(
+    served: Ready, monkeypatch: pytest.MonkeyPatch, is_honest: bool
+) -> None:
     with KVClient.connect(served.grpc, transport="auto") as client:
         ns = bound(client, "own")
         ns.contains(ns.keys(list(range(16))))
@@ -94,8 +97,14 @@ def test_another_user_who_reaches_the_socket_is_refused_by_the_node(served: Read
     for one in opened:
         one.chmod(0o777)
 
+    if not is_honest:
+        monkeypatch.setattr("kvstore_client.shm_ways._is_served_by", lambda peer: True)
+
     def work() -> None:
         with KVClient.connect(served.grpc, transport="auto") as client:
+            if is_honest:
+                goes_by_tcp(client, "honest", "shares memory with its user 0 and root alone")
+                return
             ns = bound(client, "denied")
             (result,) = ns.put(ns.keys(list(range(16))), [bytes(CHUNK_BYTES)])
             assert isinstance(result, Refused), result
