@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from kvstore.engine.drive import data_file
@@ -84,7 +84,6 @@ def judge(
         owner: whose drives the node serves.
         places: where each disk was at the last start.
     """
-    name = str(data_file(path))
     if content.kind is ContentKind.FOREIGN:
         return DriveVerdict(
             path=path,
@@ -113,5 +112,5 @@ def judge(
         path=path,
         disk_id=content.disk_id,
         state=DriveState.SERVING,
-        detail=moved if place and data_file(place) != Path(name) else "",
+        detail=moved if place and data_file(place) != data_file(os.path.abspath(path)) else "",
     )

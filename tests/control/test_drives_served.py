@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from kvstore.engine.drive import DATA_FILE
-from kvstore.engine.identity import ContentKind, look_at
+from kvstore.engine.identity import NO_CLUSTER, ContentKind, look_at
 from kvstore.limits import MiB
+from kvstore.server.drive_owner import DriveOwner
+from kvstore.server.drive_record import judge
 from kvstore.server.grpc_edge.client import ControlClient
 from kvstore.server.report import DriveReport, DriveState, NodeReport, NodeState
 from kvstore.testing.cluster_lab import until
@@ -121,6 +123,16 @@ def test_the_first_drive_may_go_too(pair: Path) -> None:
     assert report.node_id == node_id
     assert at(report, "a").state is DriveState.EMPTY
     assert 0 < count < CHUNKS
+
+
+def test_a_place_is_the_same_however_it_is_written(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, owner = look_at(pair / "a" / DATA_FILE), DriveOwner(id=NO_CLUSTER)
+    monkeypatch.chdir(pair)
+    for place, has_moved in ((pair / "a", False), (pair / "b", True)):
+        places = {content.disk_id: str(place)}
+        for path in ("a", "./a", str(pair / "a")):
+            verdict = judge(path, content, expected_id=content.disk_id, owner=owner, places=places)
+            assert (verdict.is_good, "before" in verdict.detail) == (True, has_moved)
 
 
 def test_swapped_drives_are_known_by_their_ids(pair: Path) -> None:
