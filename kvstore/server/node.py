@@ -80,7 +80,7 @@ class Node:
         self._private_dir = private_dir
         self._usable, self._bad = usable_paths(settings.data_dir)
         log_start(settings)
-        self._store = open_record(self._usable)
+        self._store = open_record(self._usable, settings.node_id or "")
         self._node_id = settings.node_id or self._kept(NODE_ID_KEY) or f"node-{uuid.uuid4().hex[:12]}"
         # on raw devices alone nothing of ours is kept between starts, so the clock must tell them apart
         self._boots = int(self._kept(_BOOTS_KEY) or 0) + 1 if self._store else int(time.time())

@@ -50,11 +50,15 @@ def _boots_of(file: NodeFile) -> int:
     return int(file.get(_BOOTS_KEY) or 0)
 
 
-def open_record(paths: Sequence[str]) -> NodeRecord | None:
+def open_record(paths: Sequence[str], node_id: str = "") -> NodeRecord | None:
     """The node's record in those data folders; None when all data lies on raw devices, or no folder can be read.
 
     A folder with the record of another node, whose drive was plugged in here, keeps that: it would not know its own
-    drive any more. Ours is the one that most folders have, else the first.
+    drive any more. Ours is the one of `node_id`, else that of most folders, else the first.
+
+    Args:
+        paths: data folders and raw devices, in the order of the settings.
+        node_id: as it is set; "" when it is not.
 
     Raises:
         FormatUnsupported: A node file is damaged, and no other folder has one.
@@ -69,12 +73,12 @@ def open_record(paths: Sequence[str]) -> NodeRecord | None:
                 failure = error
     if failure is not None and not any(_boots_of(file) for file in files):
         raise failure
-    return NodeRecord(_of_one_node(files)) if files else None
+    return NodeRecord(_of_one_node(files, node_id)) if files else None
 
 
-def _of_one_node(files: Sequence[NodeFile]) -> list[NodeFile]:
+def _of_one_node(files: Sequence[NodeFile], node_id: str) -> list[NodeFile]:
     names = Counter(name for file in files if (name := file.get(NODE_ID_KEY)))
-    ours = names.most_common(1)[0][0] if names else None
+    ours = node_id if node_id in names else next((name for name, _ in names.most_common(1)), None)
     kept: list[NodeFile] = []
     for file in files:
         name = file.get(NODE_ID_KEY)

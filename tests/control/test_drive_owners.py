@@ -93,8 +93,19 @@ def test_a_node_on_loopback_is_out_of_reach_of_a_cluster_elsewhere(
     assert is_out_of_reach(hosts, parse_store_address(cluster)) is expected
 
 
-@pytest.mark.parametrize("order", [("a", "b", "theirs"), ("theirs", "a", "b"), ("a", "theirs"), ("a", "new", "theirs")])
-def test_the_record_of_another_node_is_neither_read_nor_written(tmp_path: Path, order: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("order", "node_id"),
+    [
+        (("a", "b", "theirs"), ""),
+        (("theirs", "a", "b"), ""),
+        (("a", "theirs"), ""),
+        (("a", "new", "theirs"), ""),
+        (("theirs", "a"), "n1"),
+    ],
+)
+def test_the_record_of_another_node_is_neither_read_nor_written(
+    tmp_path: Path, order: tuple[str, ...], node_id: str
+) -> None:
     for name in order:
         (tmp_path / name).mkdir()
     theirs = NodeFile(tmp_path / "theirs" / "node.json")
@@ -104,7 +115,7 @@ def test_the_record_of_another_node_is_neither_read_nor_written(tmp_path: Path, 
         if name in order:
             NodeFile(tmp_path / name / "node.json").put("node/id", "n1")
     before = (tmp_path / "theirs" / "node.json").read_bytes()
-    record = open_record([str(tmp_path / name) for name in order])
+    record = open_record([str(tmp_path / name) for name in order], node_id)
     assert record is not None
     assert (record.get("node/id"), noted_owner(record)) == ("n1", NOTHING)
     note_owner(record, DriveOwner(id=raw(OURS)))
