@@ -5,33 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-import traceback
-from collections.abc import Callable
 
 import pytest
 
 from kvstore.errors import ForkedClient
+from kvstore.testing.forked import in_child
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore_client import Hit, KVClient, Stored
 
 TOKENS = list(range(64))
-
-
-def in_child(work: Callable[[], None]) -> None:
-    """Runs `work` after os.fork; fails the test when it raises there."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        except BaseException:  # noqa: BLE001  the child's root
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def read(ns, keys) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from kvstore.testing.forked import in_child
 from kvstore.testing.serve_process import Ready, ServeProcess
 from kvstore_client import Hit, KVClient, KVLayout, Namespace, Refused, Stored
 from kvstore_client.namespace_handle import BoundNamespace
@@ -45,22 +45,15 @@ def goes_by_tcp(client: KVClient, model: str, words: str) -> None:
 
 
 def as_another_user(work: Callable[[], None]) -> None:
-    """Runs `work` in a child that belongs to nobody; fails the test when it raises there."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            work()
-            code = 0
-        except BaseException:  # noqa: BLE001  the child's root
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    """Runs `work` in a child that belongs to nobody."""
+
+    def become_and_work() -> None:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        work()
+
+    in_child(become_and_work)
 
 
 def test_a_node_of_another_host_is_reached_by_tcp(served: Ready, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,8 +224,8 @@ def test_a_call_goes_on_in_frames_when_the_device_goes(bench: Bench, monkeypatch
     assert not select.select([bench.service.fileno()], [], [], 0)[0]
 
 
-def test_a_cancel_that_comes_behind_the_end_frees_the_other_calls_as_well(bench: Bench) -> None:
-    """Who gave up has closed its end, from which the others would wait for answers."""
+def one_through_and_one_on_its_way(bench: Bench) -> tuple[LabClient, LabClient]:
+    """Two connections of one pair: the first waits for a get, and the second's has ended."""
     bench.pair()
     first, second = bench.client, bench.greet()
     bench.client = second
@@ -238,6 +238,12 @@ def test_a_cancel_that_comes_behind_the_end_frees_the_other_calls_as_well(bench:
     bench.start_get(Place(1, 0, len(VALUE)))
     for _ in range(20):
         bench.lab.turn()
+    return first, second
+
+
+def test_a_cancel_that_comes_behind_the_end_frees_the_other_calls_as_well(bench: Bench) -> None:
+    """Who gave up has closed its end, from which the others would wait for answers."""
+    first, second = one_through_and_one_on_its_way(bench)
     second.send_raw(_head(FrameType.CANCEL, second.session.request_id))
     assert first.expect(Lost).status == Status.FLUSHED
     assert first.end_get() == (b"\0", {0: VALUE})
@@ -250,18 +256,7 @@ def test_a_cancel_that_comes_behind_the_end_frees_the_other_calls_as_well(bench:
 
 def test_a_connection_that_ends_behind_the_end_frees_the_other_calls_as_well(bench: Bench) -> None:
     """Its client may have given up a call whose END it has not read, and closed its end of the pair."""
-    bench.pair()
-    first, second = bench.client, bench.greet()
-    bench.client = second
-    bench.describe()
-    bench.start_get(Place(1, 512 * KiB, len(VALUE)))
-    assert second.receive().type is FrameType.PLACED
-    assert second.expect(End).statuses == b"\0"
-    bench.fabric.hold()
-    bench.client = first
-    bench.start_get(Place(1, 0, len(VALUE)))
-    for _ in range(20):
-        bench.lab.turn()
+    first, second = one_through_and_one_on_its_way(bench)
     second.close()
     assert first.expect(Lost).status == Status.FLUSHED
     assert first.end_get() == (b"\0", {0: VALUE})

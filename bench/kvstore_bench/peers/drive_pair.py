@@ -27,8 +27,7 @@ from kvstore.device.probe import open_device
 from kvstore.device.scattered import ScatteredRead
 from kvstore.limits import KiB, MiB
 from kvstore.types.checksum import crc32c, crc_table_far, crcs_match_far
-from kvstore_bench.peers.sockets import receive_exactly, touched
-from kvstore_bench.processes import cpu_ns_of
+from kvstore_bench.peers.sockets import NearSide, receive_exactly, touched
 
 _REQUEST = struct.Struct("<QQQ")
 _READ, _WRITE = 1, 2
@@ -146,7 +145,7 @@ class _FarSide:
                 views[0] = views[0][sent:]
 
 
-class DrivePair:
+class DrivePair(NearSide):
     """The near side. Owns the child process, and uses all of the file."""
 
     def __init__(self, path: Path, size_bytes: int) -> None:
@@ -185,20 +184,6 @@ class DrivePair:
         for buffer in buffers:
             _receive_whole(self._sock, buffer)
             crc32c(buffer)
-
-    @property
-    def pid(self) -> int:
-        """Of the far side."""
-        return self._child.pid
-
-    def cpu_ns(self) -> int:
-        """CPU time of the far side so far."""
-        return cpu_ns_of(self._child.pid)
-
-    def close(self) -> None:
-        """End the child."""
-        self._sock.close()
-        self._child.wait(timeout=10)
 
 
 def _receive_whole(sock: socket.socket, into: memoryview) -> None:

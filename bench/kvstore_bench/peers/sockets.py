@@ -65,7 +65,28 @@ def _serve(sock: socket.socket) -> None:
             sock.sendall(b"k")
 
 
-class RawPair:
+class NearSide:
+    """Our side of a pair: a connection to a child process, both made by who inherits."""
+
+    _sock: socket.socket
+    _child: subprocess.Popen[str]
+
+    @property
+    def pid(self) -> int:
+        """Of the far side."""
+        return self._child.pid
+
+    def cpu_ns(self) -> int:
+        """CPU time of the far side so far."""
+        return cpu_ns_of(self._child.pid)
+
+    def close(self) -> None:
+        """End the child."""
+        self._sock.close()
+        self._child.wait(timeout=10)
+
+
+class RawPair(NearSide):
     """The near side of the raw pair. Owns the child process."""
 
     def __init__(self) -> None:
@@ -96,20 +117,6 @@ class RawPair:
         start = time.perf_counter_ns()
         self.get((buffer,))
         return time.perf_counter_ns() - start
-
-    @property
-    def pid(self) -> int:
-        """Of the far side."""
-        return self._child.pid
-
-    def cpu_ns(self) -> int:
-        """CPU time of the far side so far."""
-        return cpu_ns_of(self._child.pid)
-
-    def close(self) -> None:
-        """End the child."""
-        self._sock.close()
-        self._child.wait(timeout=10)
 
 
 def _main() -> None:
