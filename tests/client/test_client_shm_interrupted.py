@@ -10,11 +10,13 @@ import pytest
 from kvstore.errors import Closed
 from kvstore.limits import KiB
 from kvstore.testing.serve_process import Ready, ServeProcess
+from kvstore.types.keys import KeyChain
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore_client import Hit, KVClient, Miss, Stored, namespace_handle, placed_inflow, placed_lane
 from kvstore_client.connection import Connection
 from kvstore_client.loads import Begun
+from kvstore_client.namespace_handle import BoundNamespace
 from kvstore_client.placed_lane import PlacedLane
 from kvstore_client.shm import address_of
 
@@ -28,22 +30,28 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ready]:
         yield process.wait_ready()
 
 
+def ready_for_short_ways(client: KVClient, count: int) -> tuple[BoundNamespace, KeyChain, list[memoryview]]:
+    """A namespace, keys of which the first `count` are stored, and pieces of memory of `alloc` for them."""
+    layout = KVLayout.opaque(chunk_bytes=SIZE, chunk_tokens=16)
+    ns = client.namespace(Namespace(tenant="default", model=os.urandom(4).hex(), weights="w", layout=layout))
+    keys = ns.keys(list(range(32 * COUNT)))
+    memory = client.alloc(COUNT * SIZE)
+    into = [memory[at * SIZE : (at + 1) * SIZE] for at in range(count)]
+    assert all(isinstance(one, Stored) for one in ns.put(keys[:count], into))
+    for _ in range(3):  # until everything is known that the short ways need
+        assert all(isinstance(one, Hit) for one in ns.get_into(keys[:count], into))
+    return ns, keys, into
+
+
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("count", [1, COUNT])
 def test_the_connection_is_given_back_and_no_late_byte_is_seen(
     served: Ready, monkeypatch: pytest.MonkeyPatch, transport: str, count: int
 ) -> None:
     with KVClient.connect(served.grpc, transport=transport) as client:
-        layout = KVLayout.opaque(chunk_bytes=SIZE, chunk_tokens=16)
-        ns = client.namespace(Namespace(tenant="default", model=os.urandom(4).hex(), weights="w", layout=layout))
-        keys = ns.keys(list(range(32 * COUNT)))
-        memory = client.alloc(COUNT * SIZE)
-        into = [memory[at * SIZE : (at + 1) * SIZE] for at in range(count)]
-        assert all(isinstance(one, Stored) for one in ns.put(keys[:count], into))
-        for _ in range(3):  # until everything is known that the short ways need
-            assert all(isinstance(one, Hit) for one in ns.get_into(keys[:count], into))
+        ns, keys, into = ready_for_short_ways(client, count)
         core = client.session().core
-        patches = len(core.memory.find(address_of(memory), 1)[0].patches) if transport == "shm" else 0  # type: ignore[index]
+        patches = len(core.memory.find(address_of(into[0]), 1)[0].patches) if transport == "shm" else 0  # type: ignore[index]
 
         def interrupted(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
@@ -56,7 +64,7 @@ def test_the_connection_is_given_back_and_no_late_byte_is_seen(
         for link in core.links():
             assert not link._in_use, "the connection is given back"
         if transport == "shm":
-            whole = [one for one in core.memory._by_start if one.address <= address_of(memory)][-1]
+            whole = [one for one in core.memory._by_start if one.address <= address_of(into[0])][-1]
             assert len(whole.patches) > patches, "the node may still write to the pages that were there"
         assert all(isinstance(one, Hit) for one in ns.get_into(keys[:count], into))
         assert all(isinstance(one, Miss) for one in ns.get_into(keys[COUNT : COUNT + count], into))
@@ -68,14 +76,7 @@ def test_a_second_signal_in_the_clean_up_leaves_no_place_to_the_node(
     served: Ready, monkeypatch: pytest.MonkeyPatch, count: int, where: str
 ) -> None:
     with KVClient.connect(served.grpc, transport="shm") as client:
-        layout = KVLayout.opaque(chunk_bytes=SIZE, chunk_tokens=16)
-        ns = client.namespace(Namespace(tenant="default", model=os.urandom(4).hex(), weights="w", layout=layout))
-        keys = ns.keys(list(range(32 * COUNT)))
-        memory = client.alloc(COUNT * SIZE)
-        into = [memory[at * SIZE : (at + 1) * SIZE] for at in range(count)]
-        assert all(isinstance(one, Stored) for one in ns.put(keys[:count], into))
-        for _ in range(3):
-            assert all(isinstance(one, Hit) for one in ns.get_into(keys[:count], into))
+        ns, keys, into = ready_for_short_ways(client, count)
         core = client.session().core
         numbers = [core.memory.find(address_of(one), SIZE)[0].number for one in into]  # type: ignore[index]
         close, closed = Connection.close, []
