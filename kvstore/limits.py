@@ -87,6 +87,8 @@ REGISTERED_PIECE_BYTES: Final = 1 * GiB  # io_uring_register_buffers(3): at most
 FRAME_BODY_BYTES_MAX: Final = 4 * MiB
 BODY_FIRST_BYTES: Final = 64 * KiB  # reserved for a body of any announced length; more as it arrives
 REQUESTS_BYTES_MAX: Final = 256 * MiB  # bodies and inline payload of all connections of a worker together
+REQUESTS_BYTES_SMALL: Final = 64 * MiB  # of them, kept for what is no longer than INLINE_PUT_BYTES_MAX
+REQUESTS_BYTES_PER_CLIENT_MAX: Final = 64 * MiB  # of them, over all connections of one client process
 SLICE_BYTES_MAX: Final = 1 * MiB
 FRAME_PAYLOAD_BYTES_MAX: Final = 2 * MiB
 BATCH_ITEMS_MAX: Final = 65_536
@@ -131,6 +133,11 @@ RESULTS_WAIT_NS: Final = 10 * MS_NS  # between two RESULT frames of an offer who
 SWEEP_NS: Final = 250 * MS_NS  # how soon an overdue connection or call is noticed
 PEER_STALL_NS: Final = 30 * SECOND_NS  # for a peer to read, or to go on with what it began to send
 PEER_STALL_WAITED_NS: Final = 3 * SECOND_NS  # the same while puts of others wait for the memory that it may hold
+PEER_RATE_BYTES_SECOND_MIN: Final = (
+    32 * KiB
+)  # of a peer that goes on: what it moves less than in such a time, in twice the time, is none
+REQUEST_ARRIVES_NS: Final = 30 * SECOND_NS  # for a long body, or inline payload, from its first byte to its last
+REQUEST_ARRIVES_WAITED_NS: Final = 5 * SECOND_NS  # the same while others are refused for the memory that it holds
 LINGER_NS: Final = 2 * SECOND_NS  # for a peer to read our last words
 ACCEPTS_PER_EVENT_MAX: Final = 64
 
@@ -401,7 +408,8 @@ assert PLACES_PER_CALL_MAX <= BATCH_ITEMS_MAX
 assert REGION_BYTES_PER_CLIENT_MAX <= REGION_BYTES_MAX
 assert INLINE_PUT_BYTES_MAX <= FRAME_PAYLOAD_BYTES_MAX
 assert READ_AHEAD_BYTES <= BODY_FIRST_BYTES <= FRAME_BODY_BYTES_MAX, "what came with the header must fit"
-assert REQUESTS_BYTES_MAX >= 16 * (FRAME_BODY_BYTES_MAX + INLINE_PUT_BYTES_MAX), "some of the largest side by side"
+assert REQUESTS_BYTES_PER_CLIENT_MAX <= (REQUESTS_BYTES_MAX - REQUESTS_BYTES_SMALL) // 2, "no client has half of it"
+assert REQUESTS_BYTES_PER_CLIENT_MAX >= 6 * (FRAME_BODY_BYTES_MAX + INLINE_PUT_BYTES_MAX), "some of the largest"
 assert FRAME_AIM_BYTES <= FRAME_PAYLOAD_BYTES_MAX
 assert PARCEL_BYTES_MAX <= FRAME_PAYLOAD_BYTES_MAX, "a parcel is a frame"
 assert PARCEL_BYTES_FIRST <= PARCEL_BYTES_MAX

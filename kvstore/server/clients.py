@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvstore.limits import REQUESTS_BYTES_PER_CLIENT_MAX
 from kvstore.server.writer import Writer
+from kvstore.wire.body import MemoryBudget
 
 
 class Client:
@@ -15,12 +17,14 @@ class Client:
         connections: how many it holds.
         writers: its layer-wise writers by writer id.
         writer_bytes: sum of their lengths.
+        requests_memory: its share of what the requests of all may hold.
     """
 
-    __slots__ = ("_last_writer_id", "connections", "id", "writer_bytes", "writers")
+    __slots__ = ("_last_writer_id", "connections", "id", "requests_memory", "writer_bytes", "writers")
 
-    def __init__(self, client_id: bytes) -> None:
+    def __init__(self, client_id: bytes, requests_memory: MemoryBudget) -> None:
         self.id = client_id
+        self.requests_memory = requests_memory
         self.connections = 0
         self.writers: dict[int, Writer] = {}
         self.writer_bytes = 0
@@ -44,14 +48,16 @@ class Client:
 class Clients:
     """All clients that hold a connection or have unfinished writers."""
 
-    def __init__(self) -> None:
+    def __init__(self, requests_memory: MemoryBudget) -> None:
         self._clients: dict[bytes, Client] = {}
+        self._requests_memory = requests_memory
 
     def enter(self, client_id: bytes) -> Client:
         """A connection of the client has greeted."""
         client = self._clients.get(client_id)
         if client is None:
-            client = self._clients[client_id] = Client(client_id)
+            share = MemoryBudget(REQUESTS_BYTES_PER_CLIENT_MAX, whose="one client", whole=self._requests_memory)
+            client = self._clients[client_id] = Client(client_id, share)
         client.connections += 1
         return client
 

@@ -21,6 +21,7 @@ from kvstore.limits import (
     IDLE_WAIT_NS,
     INLINE_PUT_BYTES_MAX,
     LINGER_NS,
+    PEER_RATE_BYTES_SECOND_MIN,
     READ_AHEAD_BYTES,
     SECOND_NS,
 )
@@ -30,6 +31,7 @@ from kvstore.server.call import Call
 from kvstore.server.clients import Client
 from kvstore.server.lane import ReadLane
 from kvstore.server.loop import BROKEN, READABLE, WRITABLE, Loop
+from kvstore.server.pace import Pace, Patience
 from kvstore.server.rdma import RdmaService
 from kvstore.server.tenants import Grant, Scope
 from kvstore.telemetry.logs import RepeatLogger
@@ -106,9 +108,10 @@ class Connection:
         "_interest",
         "_lane",
         "_lingering",
+        "_memory",
+        "_overload",
+        "_pace",
         "_plane",
-        "_progress",
-        "_progress_ns",
         "_waits_writable",
         "call",
         "channel",
@@ -142,7 +145,9 @@ class Connection:
             memory=None if is_admin else plane.shared_memory,
             rdma=None if is_admin else plane.rdma,
         )
-        self._held_bytes = 0  # of the requests' memory, for the call in progress
+        self._memory = plane.requests_memory  # from HELLO on its client's share of it
+        self._held_bytes = 0  # of it, for the call in progress
+        self._overload: Overloaded | None = None  # why the inline payload on its way is thrown away
         self.session = ServerSession()
         self.is_admin = is_admin
         self.client: Client | None = None
@@ -158,8 +163,7 @@ class Connection:
         self.is_closed = False
         self._lingering = False
         self._lane: ReadLane | None = None  # from HELLO on, until the last words
-        self._progress: tuple[object, ...] | None = None
-        self._progress_ns = 0
+        self._pace = Pace()
         self.is_blocked = False
         self._waits_writable = False
         self._interest: int = READABLE
@@ -218,6 +222,9 @@ class Connection:
         if len(frame.body) > READ_AHEAD_BYTES:
             self._hold(len(frame.body))  # what the call keeps of it is about as long
         try:
+            if self._overload is not None:
+                overload, self._overload = self._overload, None
+                raise overload
             # the session lets requests and CANCEL through, nothing else
             self._handlers[frame.type](self, frame)
         except KVStoreError as error:
@@ -236,7 +243,11 @@ class Connection:
                 f"OFFER frame carries {frame.payload_bytes} bytes of payload, the limit is {INLINE_PUT_BYTES_MAX}: "
                 "send the data after its GRANT"
             )
-        self._hold(frame.payload_bytes)
+        try:
+            self._hold(frame.payload_bytes)
+        except Overloaded as error:
+            self._overload = error  # nothing of it is stored, and the client hears so
+            return self.channel.reader.scratch_views(frame.payload_bytes)
         return [memoryview(bytearray(frame.payload_bytes))]
 
     def accepts_data(self, frame: Frame) -> bool:
@@ -263,11 +274,11 @@ class Connection:
     def _hold(self, length_bytes: int) -> None:
         """Memory that a request takes until it ends. Raises Overloaded when all connections' together is used up."""
         if not self.is_admin:
-            self._plane.requests_memory.take(length_bytes)
+            self._memory.take(length_bytes, is_large=length_bytes > INLINE_PUT_BYTES_MAX)
             self._held_bytes += length_bytes
 
     def _let_go(self) -> None:
-        self._plane.requests_memory.give_back(self._held_bytes)
+        self._memory.give_back(self._held_bytes)
         self._held_bytes = 0
 
     # --- sending ----------------------------------------------------------------------------------------------------
@@ -438,17 +449,22 @@ class Connection:
         elif self._lingering or (self.session.request is None and not self.is_admin):
             self.close()
 
-    def watch_progress(self, stall_ns: int) -> None:
-        """Called now and then: gives up a peer that neither reads nor sends on for `stall_ns`, but holds memory."""
-        progress = self.channel.progress
-        now_ns = self._plane.now_ns
-        if progress is None or progress != self._progress:
-            self._progress = progress
-            self._progress_ns = now_ns
-        elif now_ns - self._progress_ns >= stall_ns and not self._lingering and not self.is_admin:
-            self.metrics.deadlines += 1
-            limit_s = stall_ns // SECOND_NS
-            self.give_up(DeadlineExceeded(f"the peer neither read nor sent on for {limit_s} s in the middle of a call"))
+    def watch_progress(self, patience: Patience) -> None:
+        """Called now and then: gives up a peer that holds memory, and neither reads nor sends on."""
+        if self._lingering or self.is_admin:
+            return
+        stall_ns, arrives_ns = patience.stall_ns, patience.arrives_ns
+        moved_bytes, now_ns, pace = self.channel.progress, self._plane.now_ns, self._pace
+        if pace.is_stalled(moved_bytes, call_id=self.session.request_id, now_ns=now_ns, stall_ns=stall_ns):
+            least = PEER_RATE_BYTES_SECOND_MIN
+            text = f"read nor sent on {least} bytes a second for {stall_ns // SECOND_NS} s in the middle of a call"
+            self._gave_out(f"the peer neither {text}")
+        elif pace.is_late(self.channel.reader.request, now_ns=now_ns, arrives_ns=arrives_ns):
+            self._gave_out(f"a request was not whole {arrives_ns // SECOND_NS} s after it began: send smaller batches")
+
+    def _gave_out(self, text: str) -> None:
+        self.metrics.deadlines += 1
+        self.give_up(DeadlineExceeded(text))
 
     def close(self) -> None:
         """Closes at once; the call in progress is abandoned. Idempotent."""
@@ -473,6 +489,10 @@ class Connection:
         rdma_calls.agree(self, features, self.rdma)
         self.client = client
         self.flow = flow
+        if not self.is_admin:
+            self._let_go()  # of HELLO's body, which is done with
+            self._memory = client.requests_memory
+            self.channel.reader.use_budget(self._memory)
         self.channel.reader.allow_bodies(FRAME_BODY_BYTES_MAX)
         if self.ends_with_data:
             self._lane = ReadLane(self, self._plane)

@@ -27,10 +27,9 @@ from kvstore.limits import (
     INLINE_PUT_BYTES_MAX,
     MANIFESTS_SHARE_TENANT,
     NAMESPACES_PER_TENANT_MAX,
-    PEER_STALL_NS,
-    PEER_STALL_WAITED_NS,
     PUT_WINDOW_BYTES,
     REQUESTS_BYTES_MAX,
+    REQUESTS_BYTES_SMALL,
     SWEEP_NS,
     WRITE_WAVE_NS,
 )
@@ -41,6 +40,7 @@ from kvstore.server.connection import Connection
 from kvstore.server.copier import Copier
 from kvstore.server.groups import GroupAnswers
 from kvstore.server.loop import READABLE, Loop
+from kvstore.server.pace import Patience
 from kvstore.server.place_calls import drop_regions, start_get_into, start_offer_from
 from kvstore.server.puts import start_offer
 from kvstore.server.rdma import RdmaService
@@ -133,7 +133,8 @@ class DataPlane:
         self.puts_wait: Callable[[], bool] = lambda: False
         self.now_ns = clock()
         self.clock = clock
-        self.requests_memory = MemoryBudget(REQUESTS_BYTES_MAX)
+        self.requests_memory = MemoryBudget(REQUESTS_BYTES_MAX, small_bytes=REQUESTS_BYTES_SMALL)
+        self._patience = Patience(self.requests_memory)
         self.shared_memory = MappedMemory(regions_max=regions_max())
         self.rdma: RdmaService | None = None
         self._identity = identity
@@ -149,7 +150,7 @@ class DataPlane:
         self._timer_ns = _NEVER_NS  # when the engine wants to be polled
         self._timer_is_stale = True  # a read that is answered from memory sets no timer, all else may
         self._connections: set[Connection] = set()
-        self._clients = Clients()
+        self._clients = Clients(self.requests_memory)
         self._groups = GroupAnswers()
         self._turns: deque[Connection] = deque()
         self._listeners: list[socket.socket] = []
@@ -314,14 +315,14 @@ class DataPlane:
         self.metrics.calls_active = self.calls_active
         self._count_shared()
         putting = {one.client for one in self._connections if one.call is not None and one.call.verb is Verb.PUT}
-        stall_ns = PEER_STALL_WAITED_NS if len(putting) > 1 and self.puts_wait() else PEER_STALL_NS
+        self._patience.look(others_wait=len(putting) > 1 and self.puts_wait())
         for connection in list(self._connections):
             call = connection.call
             if call is not None and call.deadline_ns <= now_ns:
                 connection.guard(call.overdue)
             elif connection.due_ns <= now_ns:
                 connection.expire()
-            connection.watch_progress(stall_ns)
+            connection.watch_progress(self._patience)
         if self.rdma is not None:
             self.rdma.sweep(now_ns)
         while self._full:

@@ -35,7 +35,7 @@ _DISCARD_BYTES: Final = 64 * 1024
 class TcpChannel:
     """One connected socket, which it owns and makes non-blocking. See `kvstore.transport.base.Channel`."""
 
-    __slots__ = ("_peer", "_socket", "reader", "writer")
+    __slots__ = ("_peer", "_received_bytes", "_socket", "reader", "writer")
 
     def __init__(self, connected: socket.socket, reader: FrameReader, writer: FrameWriter | None = None) -> None:
         """
@@ -48,6 +48,7 @@ class TcpChannel:
         tune(connected)
         self._socket = connected
         self._peer = _peer_of(connected)
+        self._received_bytes = 0  # by `on_readable`
         self.reader = reader
         self.writer = writer or FrameWriter()
 
@@ -79,6 +80,7 @@ class TcpChannel:
         if not count:
             self.reader.end_of_stream()
             raise Unavailable(f"{self._peer} closed the connection")
+        self._received_bytes += count
         return self.reader.advance(count)
 
     def on_writable(self) -> bool:

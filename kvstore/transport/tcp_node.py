@@ -137,6 +137,7 @@ class TcpNodeChannel(TcpChannel):
         lane, self._lane = self._lane, None
         if lane is None:
             return []
+        self._received_bytes += lane.received_bytes
         begun, landings = lane.take_apart()
         for landing in landings:
             self._landings[landing.item] = _Progress(landing.buffer)
@@ -148,19 +149,21 @@ class TcpNodeChannel(TcpChannel):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, length_bytes)
 
     @property
-    def progress(self) -> tuple[object, ...] | None:
-        """How far the peer is with what is expected of it: to read, or to send on; None when nothing is.
+    def progress(self) -> int | None:
+        """How many bytes have moved while something is expected of the peer, to read or to send; None when nothing is.
+
+        It falls when what was expected has come, and more is. What moves past the channel's own ways is not counted.
 
         Asked now and then: from then on any byte counts, so that one who sends slowly is seen to send.
         """
         if self.fileno() >= 0:
             self._wake_at(_ANY)
         if self._lane is not None:
-            return self._lane.received_bytes, self._placed_count, self.writer.sent_bytes
-        position = self.reader.position
-        if position is None and not self._landings and not self.writer.pending_bytes:
+            return self._received_bytes + self._lane.received_bytes + self.writer.sent_bytes
+        reader = self.reader
+        if (reader.is_between or reader.paused) and not self._landings and not self.writer.pending_bytes:
             return None
-        return position, self._placed_count, self.writer.sent_bytes
+        return self._received_bytes + self.writer.sent_bytes
 
     def deliver(
         self,

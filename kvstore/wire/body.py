@@ -6,33 +6,59 @@ A header alone, which costs a peer 32 bytes, must not make us reserve what it an
 from __future__ import annotations
 
 from kvstore.errors import Overloaded
-from kvstore.limits import BODY_FIRST_BYTES
+from kvstore.limits import BODY_FIRST_BYTES, INLINE_PUT_BYTES_MAX
 
 
 class MemoryBudget:
-    """Bytes that all connections of a node may hold together for what peers have sent them.
+    """Bytes that all connections of a node, or of one client, may hold together for what peers have sent them.
 
     Attributes:
         limit_bytes, used_bytes: what may be held, and is.
+        small_bytes: of the limit, kept for what is small.
+        refused_count: how often there was none left.
     """
 
-    __slots__ = ("limit_bytes", "used_bytes")
+    __slots__ = ("_whole", "_whose", "limit_bytes", "refused_count", "small_bytes", "used_bytes")
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        *,
+        small_bytes: int = 0,
+        whose: str = "all connections",
+        whole: MemoryBudget | None = None,
+    ) -> None:
+        """
+        Args:
+            limit_bytes: What may be held.
+            small_bytes: See there.
+            whose: Who shares it, for messages.
+            whole: Of which this is a part: what is held here is held there, too.
+        """
         self.limit_bytes = limit_bytes
+        self.small_bytes = small_bytes
         self.used_bytes = 0
+        self.refused_count = 0
+        self._whose = whose
+        self._whole = whole
 
-    def take(self, length_bytes: int) -> None:
+    def take(self, length_bytes: int, *, is_large: bool = False) -> None:
         """Holds so much more. Raises Overloaded, and holds nothing more, when it would be over the limit."""
-        if self.used_bytes + length_bytes > self.limit_bytes:
+        limit_bytes = self.limit_bytes - self.small_bytes if is_large else self.limit_bytes
+        if self.used_bytes + length_bytes > limit_bytes:
+            self.refused_count += 1
             raise Overloaded(
-                f"{length_bytes} bytes more would be over the {self.limit_bytes} bytes that the requests of all "
-                f"connections may take, {self.used_bytes} are in use: try again later, or with smaller batches"
+                f"{length_bytes} bytes more would be over the {limit_bytes} bytes that the requests of {self._whose} "
+                f"may take, {self.used_bytes} are in use: try again later, or with smaller batches"
             )
+        if self._whole is not None:
+            self._whole.take(length_bytes, is_large=is_large)
         self.used_bytes += length_bytes
 
     def give_back(self, length_bytes: int) -> None:
         """Holds so much less."""
+        if self._whole is not None:
+            self._whole.give_back(length_bytes)
         self.used_bytes -= length_bytes
         assert self.used_bytes >= 0, "given back more than was taken"
 
@@ -98,5 +124,6 @@ class ArrivingBody:
 
     def _hold(self, length_bytes: int) -> None:
         if self._budget is not None:
-            self._budget.take(length_bytes)
-            self._held_bytes += length_bytes
+            held_bytes = self._held_bytes + length_bytes
+            self._budget.take(length_bytes, is_large=held_bytes > INLINE_PUT_BYTES_MAX)
+            self._held_bytes = held_bytes

@@ -145,6 +145,19 @@ class FrameReader:
         """Changes the limit for bodies, after HELLO."""
         self._body_bytes_max = body_bytes_max
 
+    def use_budget(self, budget: MemoryBudget) -> None:
+        """Charges another one for the bodies to come."""
+        self._budget = budget
+
+    @property
+    def request(self) -> object | None:
+        """The long body, or the OFFER with inline payload, that is on its way: the same object until it is whole."""
+        body = self._body or self._whole
+        if body is not None:
+            return body
+        frame = self._frame
+        return frame if frame is not None and frame.type is FrameType.OFFER else None
+
     @property
     def paused(self) -> bool:
         """The sink has not said yet where the current payload belongs; `buffers()` is empty."""

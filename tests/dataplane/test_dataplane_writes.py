@@ -14,6 +14,7 @@ from kvstore.limits import (
     DROPS_AHEAD_MAX,
     INLINE_PUT_BYTES_MAX,
     LINGER_NS,
+    PEER_RATE_BYTES_SECOND_MIN,
     PEER_STALL_NS,
     PEER_STALL_WAITED_NS,
     PUT_WINDOW_BYTES,
@@ -121,10 +122,11 @@ def test_a_slow_sender_is_seen_to_send(lab: PlaneLab, engine: DictEngine, namesp
     client.expect(Grant)
     one = Slice(0, 0, MiB, 0, True, NO_CONTENT_ID, MiB, 65536, b"")
     rest = client.send_torn([one], value, 200)
-    for _ in range(4):  # far less than the node lets the kernel gather
-        client.send_raw(rest[:1000])
-        rest = rest[1000:]
-        lab.clock_ns += PEER_STALL_NS * 2 // 3
+    step = PEER_RATE_BYTES_SECOND_MIN  # less than the node lets the kernel gather
+    for _ in range(12):
+        client.send_raw(rest[:step])
+        rest = rest[step:]
+        lab.clock_ns += SECOND_NS * 9 // 10
         lab.turn()
         lab.turn()
     client.send_raw(rest)
