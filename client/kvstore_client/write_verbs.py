@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvstore.cluster.view import TargetId
+from kvstore.cluster.view import READ_STATES, TargetId, View
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.limits import COPIES_MAX, DIGEST_BYTES, LAST_SILENCE_NS
 from kvstore.types.keys import KeyChain
@@ -85,7 +85,8 @@ def delete(
 
     A key is a hit when its dense record was there, and is left nowhere that could be asked. Targets that the view calls
     down are asked too: one that answers reads would go on giving it. When an answer names a newer view, its places are
-    asked as well: they may have the keys. Where they cannot be, nothing is told as deleted or absent.
+    asked as well: they may have the keys. Where they cannot be, nothing is told as deleted or absent. Nor is it while a
+    drive of a node on its own is away, or being read: in a cluster who comes back hears of it, here nobody tells.
     """
     layout = namespace.layout
     chain = as_chain(keys, chunks_per_run=layout.chunks_per_run)
@@ -104,10 +105,15 @@ def delete(
         yield from ensure_view(core, deadline_ns)
         if core.view is view or time.monotonic_ns() >= deadline_ns:
             break
-    if core.view is not view or core.has_heard_of_newer_view:
+    if core.view is not view or core.has_heard_of_newer_view or _lacks_some(core.view):
         reason = MissReason.DEADLINE if time.monotonic_ns() >= deadline_ns else MissReason.UNAVAILABLE
         found = [reason if status in _TELL_ALL else status for status in found]
     return [Hit(length_bytes=0) if status == HIT else miss_of(status) for status in found]
+
+
+def _lacks_some(view: View | None) -> bool:
+    """Whether a node on its own has drives that nobody can ask now."""
+    return view is not None and not view.cluster and any(one.state not in READ_STATES for one in view.targets)
 
 
 def _delete_by_view(

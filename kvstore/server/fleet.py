@@ -41,6 +41,8 @@ class Fleet:
     Attributes:
         access: the tenants of the node.
         refused_drives: drives that were given to no worker, and why.
+        known_disks: what lies on the drives that workers were given, by path: the view names them before their worker
+            has read them, since they may hold what is deleted meanwhile.
         shares, nodes: of tenants' quotas, and all nodes, in a cluster.
         peer_token: by which nodes of a cluster know each other; empty is none.
         fence: why the cluster lets this node take no writes; "" when it may.
@@ -61,6 +63,7 @@ class Fleet:
         self._registry.add(metrics)
         self.access = Access(None)
         self.refused_drives: Sequence[DriveVerdict] = ()
+        self.known_disks: Mapping[str, OwnedTarget] = {}
         self.shares: Callable[[], Mapping[str, TenantShare]] = dict
         self.nodes: Callable[[], Sequence[NodeWhere]] = list
         self.fence: Callable[[], str] = str
@@ -187,10 +190,11 @@ class Fleet:
         )
 
     def _targets(self, worker: WorkerHandle) -> list[Target]:
+        state = _TARGET_STATES[worker.state]
         readiness = worker.readiness
         if readiness is None:
-            return []
-        state = _TARGET_STATES[worker.state]
+            known = [self.known_disks[path] for path in worker.data_dirs if path in self.known_disks]
+            return [_target(owned, (), state) for owned in known]
         if self._stopping and state is TargetState.SERVING:
             state = TargetState.DRAINING
         return [_target(owned, readiness.data, state) for owned in readiness.targets]

@@ -40,7 +40,7 @@ from kvstore.server.private_folder import socket_folder
 from kvstore.server.report import WorkerState
 from kvstore.server.seat import open_seat
 from kvstore.server.wire_edge import WireEdge
-from kvstore.server.worker_handle import WorkerHandle
+from kvstore.server.worker_handle import OwnedTarget, WorkerHandle
 from kvstore.settings import NodeSettings, is_wildcard
 from kvstore.telemetry.metrics import SupervisorMetrics
 
@@ -162,6 +162,11 @@ class Node:
         if self._store:
             note_owner(self._store, owner)
         self._fleet.refused_drives = drives.refused
+        self._fleet.known_disks = {
+            path: OwnedTarget(id=found_id, path=path, capacity_bytes=self._settings.capacity_each_bytes)
+            for path, content in found.items()
+            if path in drives.paths and isinstance(content, DriveContent) and (found_id := content.disk_id)
+        }
         self._workers = [
             WorkerHandle(
                 with_socket(launch, self._settings, self._private_dir),
