@@ -42,7 +42,7 @@ from kvstore_client.waiting import (
 
 __all__ = ["READ", "WRITE", "Connection", "Steps"]
 
-_FEATURES: Final = Feature.FINAL_DATA | Feature.DATA_CRCS | Feature.PULL
+_FEATURES: Final = Feature.FINAL_DATA | Feature.DATA_CRCS | Feature.PULL | Feature.READER_CHECKS
 _DRAINABLE: Final = frozenset({State.READ, State.ANSWER})
 M = TypeVar("M", bound=Message)
 

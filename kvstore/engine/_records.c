@@ -2,7 +2,8 @@
  * kvstore.engine._records: the check of many records of one shape that were read together (packing.py), in one call.
  *
  * What is compared and summed is what verify.py compares and sums; whatever is not right, or not of that one shape, is
- * only said to be so, and judged in Python. Four blocks of one length are summed side by side (_crc32c.h).
+ * only said to be so, and judged in Python. Four blocks of one length are summed side by side (_crc32c.h). Headers
+ * always are; payload is not where its reader sums it (docs/decisions/who-checks.md).
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -13,7 +14,7 @@
 #include "../types/_crc32c.h"
 
 /* format.py, verify.py, location.py, slices.py; the tests compare both checks */
-#define KV_INTERFACE 2 /* of this module to its Python half; raise it, and kvstore/types/compiled.py, with each change of either */
+#define KV_INTERFACE 3 /* of this module to its Python half; raise it, and kvstore/types/compiled.py, with each change of either */
 #define MAGIC_AT 0
 #define CRC_AT 4
 #define SHAPE_AT 8 /* and where the bytes begin that the CRC of a header covers */
@@ -96,6 +97,7 @@ static int add(struct lanes *lanes, const uint8_t *start, size_t length, uint32_
 struct wanted {
     uint64_t length, header_bytes, block_bytes, record_bytes;
     unsigned words, flags, magic;
+    int sums; /* of payload, too */
     const uint8_t *keys, *space;
     uint64_t keys_count;
     PyObject *generations;
@@ -158,7 +160,7 @@ static int check_all(const struct wanted *wanted, const uint8_t *view, PyObject 
     }
     if (!flush(&lanes))
         return 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
+    for (Py_ssize_t i = 0; i < count && wanted->sums; i++) {
         const uint8_t *payload = view + (uint64_t)i * wanted->length + wanted->header_bytes;
         for (unsigned word = 0; word < wanted->words; word++) {
             uint64_t at = word * wanted->block_bytes, left = wanted->record_bytes - at;
@@ -171,12 +173,12 @@ static int check_all(const struct wanted *wanted, const uint8_t *view, PyObject 
 }
 
 PyDoc_STRVAR(check_doc,
-"check(view, wants, keys, space, generations, magic, length, header_bytes, block_bytes, record_bytes, words, flags)\n"
-"-> bytes or None\n\n"
+"check(view, wants, keys, space, generations, magic, length, header_bytes, block_bytes, record_bytes, words, flags,\n"
+"sums) -> bytes or None\n\n"
 "The body of a DATA frame with all of these records, if each is right; None if any is not, or is of another shape.\n"
 "`view` holds a record of `length` bytes for each of `wants`, which are (location, index of the key); `space` is the\n"
 "namespace digest and generation, `generations` those of the segments by number; the rest is what the first header\n"
-"says, and was found plausible.");
+"says, and was found plausible. Without `sums` only headers are summed: the reader does the payload.");
 
 static PyObject *check(PyObject *self, PyObject *args)
 {
@@ -186,9 +188,9 @@ static PyObject *check(PyObject *self, PyObject *args)
     unsigned long long length, header_bytes, block_bytes, record_bytes;
     (void)self;
 
-    if (!PyArg_ParseTuple(args, "y*O!y*y*O!IKKKKII:check", &view, &PyList_Type, &wants, &keys, &space, &PyDict_Type,
+    if (!PyArg_ParseTuple(args, "y*O!y*y*O!IKKKKIIp:check", &view, &PyList_Type, &wants, &keys, &space, &PyDict_Type,
                           &wanted.generations, &wanted.magic, &length, &header_bytes, &block_bytes, &record_bytes,
-                          &wanted.words, &wanted.flags))
+                          &wanted.words, &wanted.flags, &wanted.sums))
         return NULL;
     Py_ssize_t count = PyList_GET_SIZE(wants);
     wanted.length = length;

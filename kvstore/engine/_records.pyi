@@ -19,6 +19,7 @@ def check(
     record_bytes: int,
     words: int,
     flags: int,
+    sums: bool,
     /,
 ) -> bytes | None: ...
 def crc32c(data: Buffer, /) -> int: ...

@@ -38,7 +38,9 @@ class NamespaceRef:
 
 
 class ReadyItem(Protocol):
-    """Verified bytes of one record, in node memory. Valid until `release`, which must be called exactly once.
+    """Verified bytes of one record (but for `ReadSpec.reader_checks`), in node memory.
+
+    Valid until `release`, which must be called exactly once.
 
     Attributes:
         index: position of the record in the request.
@@ -64,7 +66,9 @@ class ReadyItem(Protocol):
 
 
 class Parcel(Protocol):
-    """Verified whole records in node memory, packed for the wire. Valid until `release`, to be called exactly once.
+    """Verified whole records (but for `ReadSpec.reader_checks`) in node memory, packed for the wire.
+
+    Valid until `release`, to be called exactly once.
 
     Attributes:
         body: of the DATA frame that carries them, whose slices are `count`.
@@ -123,6 +127,8 @@ class ReadSpec:
             read from the drive straight into it, and is delivered there: its payload is not verified then, since the
             client can change it at any time; the client's own check is what counts. Whatever the outcome, such a read
             may go on in the place after `cancel` and after the deadline.
+        reader_checks: the reader sums whole records himself, and asks once more, with `verify`, where they are wrong:
+            their payload is not summed here where nobody else gets it, and no cache. Headers are checked always.
         items: what a parcel calls each record, where that is not its position here: this is the share of a batch.
     """
 
@@ -135,6 +141,7 @@ class ReadSpec:
     accept_pending: bool = False
     verify: bool = False
     places: Sequence[memoryview] | None = None
+    reader_checks: bool = False
     items: Sequence[int] | None = None
 
 

@@ -1,4 +1,5 @@
-"""Reads in flight: one per record however many ask (single flight), verified before anybody sees a byte.
+"""Reads in flight: one per record however many ask (single flight), verified before anybody sees a byte: by us, or what
+one reader alone gets by him (`Waiter.sums`).
 
 A load is one contiguous stretch of a segment: neighbouring whole records, the header of one, or some checksum blocks
 of one. What does not verify is read once more, alone; a record that is bad twice is quarantined. A drive's error says
@@ -9,13 +10,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from kvstore.device.base import IoKind, IoOp
-from kvstore.engine.api import NamespaceRef, ReadSpec
+from kvstore.engine.api import NamespaceRef
 from kvstore.engine.arena import Piece
 from kvstore.engine.cache import Cache, HeaderLru, RecordFacts
 from kvstore.engine.catalog import Catalog
+from kvstore.engine.flight import HEADER, Bundle, Flight, FlightKey, Starter
 from kvstore.engine.job import IoQueue
 from kvstore.engine.location import DEPTH_BITS, PAGE_BITS, PAGES_BITS, location_page, location_pages, location_segment
 from kvstore.engine.namespaces import index_key
@@ -40,102 +42,6 @@ _WORD: Final = 4
 _SEGMENT_SHIFT: Final = PAGE_BITS + PAGES_BITS + DEPTH_BITS
 _PAGES_MASK: Final = (1 << PAGES_BITS) - 1
 _HALVES: Final = struct.Struct("<QQ")
-
-
-class Waiter(Protocol):
-    """Who wants what a flight brings. `index` is the waiter's own name for the record."""
-
-    def loaded(
-        self, index: int, facts: RecordFacts, piece: Piece | None, payload: memoryview, offset: int, crcs: bytes
-    ) -> None:
-        """Verified blocks, `payload` beginning at `offset` of the record; hold `piece` to keep them."""
-
-    def headed(self, index: int, facts: RecordFacts) -> None:
-        """The verified header that was asked for."""
-
-    def failed(self, index: int, reason: MissReason) -> None:
-        """Nothing will come."""
-
-
-class Starter(Waiter, Protocol):
-    """A waiter that starts reads.
-
-    Attributes:
-        spec: says for which namespace, and in which flow class.
-        staged_bytes: grows by what is on its way from the drive for it.
-        force_cache: what it reads is wanted in the cache, whatever admission says.
-        doubted: indices of records that were read before, and were not right.
-    """
-
-    spec: ReadSpec
-    staged_bytes: int
-    force_cache: bool
-    doubted: set[int]
-
-    def loaded_run(self, piece: Piece, view: memoryview, run: Sequence[tuple[int, int, RecordFacts]]) -> None:
-        """`loaded` for many whole records: (index, where in `view` the payload begins, facts) of each."""
-
-
-class Bundle(Protocol):
-    """Records that are on the way together; they become flights of their own when somebody joins one."""
-
-    def unpack(self) -> None:
-        """Put a flight for each of its records in its place."""
-
-
-FlightKey = int | tuple[int, int, int]
-"""A whole record's location; or a location with offset and length of blocks in its payload, or HEADER."""
-
-HEADER: Final = (-1, 0)
-
-
-class Flight:
-    """One record, or blocks of one, on the way from the drive.
-
-    Attributes:
-        waiters: (waiter, index) of all who want it; the first one started it.
-        wanted_in_cache: whatever admission says (a prefetch).
-        at, length_bytes: where it lies in its load's memory.
-        version: of the catalog when it was started.
-        second: it was read before, and was not right.
-    """
-
-    __slots__ = (
-        "at",
-        "key",
-        "length_bytes",
-        "location",
-        "name",
-        "ref",
-        "second",
-        "version",
-        "waiters",
-        "wanted_in_cache",
-    )
-
-    def __init__(
-        self,
-        name: FlightKey,
-        ref: NamespaceRef,
-        key: bytes,
-        location: int,
-        version: int,
-        waiters: list[tuple[Waiter, int]],
-        *,
-        at: int = 0,
-        length_bytes: int = 0,
-        wanted_in_cache: bool = False,
-    ) -> None:
-        self.name = name
-        self.ref = ref
-        self.key = key
-        self.location = location
-        self.version = version
-        self.waiters = waiters
-        self.wanted_in_cache = wanted_in_cache
-        self.second = False
-        self.at = at
-        self.length_bytes = length_bytes
 
 
 class _Load:
@@ -381,7 +287,7 @@ class Loader:
             return
         generation = int(self._table.generation[load.segment])
         # one namespace: a load is of one request, or of one record that is read again
-        found = check_run(load.piece.view, load.flights, load.flights[0].ref, generation)
+        found = check_run(load.piece.view, load.flights, load.flights[0].ref, generation, sums=self._which_to_sum(load))
         kept: set[Flight] = set()
         if self._cache.capacity_bytes:
             for flight, facts in zip(load.flights, found, strict=True):
@@ -393,6 +299,15 @@ class Loader:
         else:
             self._divide(load, found, kept)
         self._table.release(load.segment)
+
+    def _which_to_sum(self, load: _Load) -> list[bool] | None:
+        """Whether each record of a load is summed, None for all: not those that one reader gets who sums them himself.
+
+        What may stay in memory is for others, too, and what was wrong before is judged here.
+        """
+        if self._cache.capacity_bytes or load.starter.sums:
+            return None
+        return [one.second or len(one.waiters) != 1 or one.waiters[0][0].sums for one in load.flights]
 
     def _admits(self, flight: Flight, facts: RecordFacts) -> bool:
         if flight.wanted_in_cache:

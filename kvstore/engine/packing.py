@@ -1,7 +1,8 @@
 """Check whole records that came from the drive together, and describe them for the wire in the same pass.
 
 The checks are those of `verify.check_run`: where anything is not right, its reasons are what counts. Many records of
-one shape are compared and summed in one compiled call (`_records.c`), or as columns where that was not built.
+one shape are compared and summed in one compiled call (`_records.c`), or as columns where that was not built. Payload
+is summed here only where its reader does not do that himself.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ def pack(
     keys: bytes,
     ref: NamespaceRef,
     generations: dict[int, int],
+    *,
+    sums: bool = True,
 ) -> Packed:
     """Check whole records that lie one behind the other in memory.
 
@@ -95,12 +98,13 @@ def pack(
         keys: 32 bytes each.
         ref: of them all.
         generations: of the segments, by number.
+        sums: whether payload is summed; headers always are, and with them the CRC words that go out.
     """
     if IS_COMPILED or len(wants) >= _COLUMNS_FROM:
-        packed = _pack_alike(view, wants, keys, ref, generations)
+        packed = _pack_alike(view, wants, keys, ref, generations, sums)
         if packed is not None:
             return packed
-    return _pack_each(view, wants, keys, ref, generations)
+    return _pack_each(view, wants, keys, ref, generations, sums)
 
 
 def renumbered(body: bytes, count: int, items: Sequence[int]) -> bytes:
@@ -116,6 +120,7 @@ def _pack_alike(
     keys: bytes,
     ref: NamespaceRef,
     generations: dict[int, int],
+    sums: bool,
 ) -> Packed | None:
     """Good records of one shape; None when any differs, or is not good."""
     count = len(wants)
@@ -129,7 +134,7 @@ def _pack_alike(
     _, header_bytes, table_end, block_bytes, record_bytes = layout
     space_wanted = ref.digest + GENERATION.pack(ref.generation)
     if IS_COMPILED:
-        if count * words < _BLOCKS_FROM:
+        if not words or (sums and count * words < _BLOCKS_FROM):
             return None
         checked = _records.check(
             view,
@@ -144,6 +149,7 @@ def _pack_alike(
             record_bytes,
             words,
             FLAG_LAST,
+            sums,
         )
         if checked is None:
             return None
@@ -176,7 +182,9 @@ def _pack_alike(
         return None
     payload = _payload(view, length, header_bytes, record_bytes) if record_bytes else []
     body = tables.tobytes()
-    if words == 1:
+    if not sums:
+        pass  # whose the bytes are is known, and their reader sums them
+    elif words == 1:
         if list(map(crc, payload)) != np.frombuffer(body, dtype="<u4").tolist():
             return None
     elif words and not all(
@@ -210,6 +218,7 @@ def _pack_each(
     keys: bytes,
     ref: NamespaceRef,
     generations: dict[int, int],
+    sums: bool,
 ) -> Packed:
     """One record after the other."""
     fields: list[int | bytes] = []
@@ -244,7 +253,7 @@ def _pack_each(
         else:
             crcs = bytes(view[at + CRC_TABLE_AT : at + table_end])
             payload = view[start : start + record_bytes]
-            if (
+            if not sums or (
                 crc_of(payload).to_bytes(4, "little") == crcs
                 if crc_count == 1
                 else crcs_match(payload, block_bytes, crcs)

@@ -5,6 +5,7 @@ record costs in Python is a call or an object for each step, and here one of eac
 checked when it is taken, right before it is sent, so that the send finds its bytes in the CPU's cache, and the drive
 works meanwhile; or when it lands while the frame of the one before it waits for the socket. Whatever is not usual goes
 the general way (`loads`): a record that somebody else wants too, an error of the drive, bytes that are not right.
+A reader who sums payload himself gets it unsummed: the header says what it must be, and was checked.
 Nothing is kept in the cache on this way: it is taken without one.
 """
 
@@ -19,8 +20,9 @@ from kvstore.engine.arena import Piece
 from kvstore.engine.cache import Cache
 from kvstore.engine.catalog import Catalog
 from kvstore.engine.division import Starts, divide
+from kvstore.engine.flight import Flight
 from kvstore.engine.job import IoQueue
-from kvstore.engine.loads import Flight, Loader
+from kvstore.engine.loads import Loader
 from kvstore.engine.location import DEPTH_BITS, PAGE_BITS, PAGES_BITS
 from kvstore.engine.packing import Packed, pack, renumbered
 from kvstore.engine.request import Request
@@ -38,7 +40,7 @@ _PAGES_MASK: Final = (1 << PAGES_BITS) - 1
 
 
 class Parcel:
-    """See `api.Parcel`, and `loads.Bundle` while it is on its way.
+    """See `api.Parcel`, and `flight.Bundle` while it is on its way.
 
     Attributes:
         request: whom it is for.
@@ -115,7 +117,7 @@ class Parcel:
         self._parcels.landed(self)
 
     def unpack(self) -> None:
-        """See `loads.Bundle`."""
+        """See `flight.Bundle`."""
         self._parcels.unpack(self)
 
     def release(self) -> None:
@@ -251,7 +253,12 @@ class Parcels:
         if packed is None:
             request = parcel.request
             packed = parcel.packed = pack(
-                parcel.piece.view, parcel.wants, request.keys, request.spec.namespace, parcel.generations
+                parcel.piece.view,
+                parcel.wants,
+                request.keys,
+                request.spec.namespace,
+                parcel.generations,
+                sums=request.sums,
             )
         return packed
 

@@ -18,7 +18,8 @@ from kvstore.engine.catalog import Catalog
 from kvstore.engine.direct import DirectReads
 from kvstore.engine.division import line_up
 from kvstore.engine.estimate import LoadEstimator
-from kvstore.engine.loads import HEADER, Flight, Loader
+from kvstore.engine.flight import HEADER, Flight
+from kvstore.engine.loads import Loader
 from kvstore.engine.location import DEPTH_BITS, PAGES_BITS, location_pages, location_segment
 from kvstore.engine.namespaces import NamespaceTable, index_key, index_keys
 from kvstore.engine.parcels import Parcel, Parcels

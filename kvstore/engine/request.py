@@ -94,6 +94,7 @@ class Request:
         queued, blocked, parked: it stands in the reader's round, among those that wait for memory, or among those whose
             window is full.
         reader: whom to tell when memory comes back.
+        sums: see `flight.Waiter`.
     """
 
     __slots__ = (
@@ -121,6 +122,7 @@ class Request:
         "sink",
         "spec",
         "staged_bytes",
+        "sums",
         "taken",
         "version",
         "wants",
@@ -132,6 +134,7 @@ class Request:
         self.sink: ReadSink = sink
         self.keys = spec.keys if isinstance(spec.keys, bytes) else bytes(spec.keys)
         self.left = len(self.keys) // DIGEST_BYTES
+        self.sums = not spec.reader_checks or spec.verify or spec.ranges is not None
         self.staged_bytes = 0
         self.closed = False
         self.force_cache = force_cache
@@ -226,7 +229,7 @@ class Request:
     def loaded(
         self, index: int, facts: RecordFacts, piece: Piece | None, payload: memoryview, offset: int, crcs: bytes
     ) -> None:
-        """See `loads.Waiter`; also for records that lie in memory. The caller keeps its own hold on `piece`."""
+        """See `flight.Waiter`; also for records that lie in memory. The caller keeps its own hold on `piece`."""
         if self.closed or self._done[index]:
             return
         if not self._simple or self.piecewise:
@@ -246,7 +249,7 @@ class Request:
             self._finish()
 
     def loaded_run(self, piece: Piece, view: memoryview, run: Sequence[tuple[int, int, RecordFacts]]) -> None:
-        """See `loads.Starter`: `loaded` for the records of one device read, in one loop."""
+        """See `flight.Starter`: `loaded` for the records of one device read, in one loop."""
         if not self._simple or self.piecewise:
             for index, at, facts in run:
                 self.loaded(index, facts, piece, view[at : at + facts.record_bytes], 0, facts.crcs)
@@ -395,7 +398,7 @@ class Request:
 
     # --- Waiter ------------------------------------------------------------------------------------------------------
     def headed(self, index: int, facts: RecordFacts) -> None:
-        """See `loads.Waiter`: now it is known which blocks to read."""
+        """See `flight.Waiter`: now it is known which blocks to read."""
         pieces = self.piecewise.get(index)
         if pieces is not None:
             self.plan_pieces(pieces, facts)
@@ -431,5 +434,5 @@ class Request:
             self.pieces.append(pieces)
 
     def failed(self, index: int, reason: MissReason) -> None:
-        """See `loads.Waiter`."""
+        """See `flight.Waiter`."""
         self.miss(index, reason)

@@ -98,7 +98,12 @@ class WantedRecord(Protocol):
 
 
 def check_run(
-    view: memoryview, wanted: Sequence[WantedRecord], ref: NamespaceRef, segment_generation: int
+    view: memoryview,
+    wanted: Sequence[WantedRecord],
+    ref: NamespaceRef,
+    segment_generation: int,
+    *,
+    sums: Sequence[bool] | None = None,
 ) -> list[RecordFacts | Fault]:
     """Check neighbours that were read together, headers and payloads, in one loop: see `check_header`.
 
@@ -108,6 +113,7 @@ def check_run(
         view: what was read.
         wanted: in any order; each at least a page long.
         ref: of them all.
+        sums: whether the payload of each is summed; None for all. Headers always are.
     """
     found: list[RecordFacts | Fault] = []
     unpack, magic_wanted = RUN_HEADER.unpack_from, RECORD_MAGIC
@@ -115,7 +121,7 @@ def check_run(
     known: tuple[bytes, int, int] | None = None
     layout: Layout | None = None
     header_pages = header_bytes = table_end = block_bytes = record_bytes = 0
-    for one in wanted:
+    for number, one in enumerate(wanted):
         at, location = one.at, one.location
         magic, crc, shape, generation, segment, page, crc_count, content_id, key, space = unpack(view, at)
         if known != (shape, crc_count, one.length_bytes):
@@ -138,7 +144,9 @@ def check_run(
         crcs = bytes(view[at + CRC_TABLE_AT : at + table_end])
         start = at + header_bytes
         payload = view[start : start + record_bytes]
-        if crc32c(payload).to_bytes(4, "little") == crcs if crc_count == 1 else crcs_match(payload, block_bytes, crcs):
+        if (sums is not None and not sums[number]) or (
+            crc32c(payload).to_bytes(4, "little") == crcs if crc_count == 1 else crcs_match(payload, block_bytes, crcs)
+        ):
             found.append(RecordFacts(key, record_bytes, block_bytes, crcs, content_id, header_pages, location))
         else:
             found.append(Fault.CORRUPT)

@@ -93,6 +93,7 @@ class Connection:
         grant: what its token allows; None is everything, to every tenant.
         ends_with_data: Feature.FINAL_DATA was agreed on.
         takes_data_crcs: Feature.DATA_CRCS was.
+        reader_checks: Feature.READER_CHECKS was.
         shares_memory: Feature.SHARED_MEMORY was agreed on.
         placing: the channel, where it reaches into the client's memory.
         call: the request in progress.
@@ -127,6 +128,7 @@ class Connection:
         "is_closed",
         "metrics",
         "placing",
+        "reader_checks",
         "session",
         "shares_memory",
         "takes_data_crcs",
@@ -155,6 +157,7 @@ class Connection:
         self.flow = FlowClass.BACKGROUND
         self.ends_with_data = False
         self.takes_data_crcs = False
+        self.reader_checks = False
         self.shares_memory = False
         self.placing: PlaceChannel | None = None
         self.call: Call | None = None
@@ -483,6 +486,7 @@ class Connection:
         """HELLO was accepted, and these features were agreed on."""
         self.ends_with_data = Feature.FINAL_DATA in features
         self.takes_data_crcs = Feature.DATA_CRCS in features
+        self.reader_checks = Feature.READER_CHECKS in features
         if Feature.SHARED_MEMORY in features and isinstance(self.channel, ShmNodeChannel):
             self.shares_memory = True
             self.placing = self.channel

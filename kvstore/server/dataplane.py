@@ -75,7 +75,7 @@ from kvstore.wire.shared import LocalReply
 
 log = logging.getLogger(__name__)
 
-FEATURES: Final = Feature.FINAL_DATA | Feature.DATA_CRCS | Feature.PULL
+FEATURES: Final = Feature.FINAL_DATA | Feature.DATA_CRCS | Feature.PULL | Feature.READER_CHECKS
 _NEVER_NS: Final = 1 << 63
 
 

@@ -321,6 +321,7 @@ class MemoryCall(Call):
             keys=self._keys[self._at * DIGEST_BYTES :],
             flow=connection.flow,
             deadline_ns=self.deadline_ns,
+            reader_checks=connection.reader_checks,
         )
         call.go_on(self._engine, spec, now_ns, sent=self._at)
         connection.wake_engine()
@@ -356,7 +357,13 @@ def start_get(connection: Connection, body: bytes | bytearray, engine: Engine, *
         end_absent(call, count)
         return False
     if get is None:
-        spec = ReadSpec(namespace=namespace, keys=keys, flow=connection.flow, deadline_ns=deadline_ns)
+        spec = ReadSpec(
+            namespace=namespace,
+            keys=keys,
+            flow=connection.flow,
+            deadline_ns=deadline_ns,
+            reader_checks=connection.reader_checks,
+        )
     else:
         spec = ReadSpec(
             namespace=namespace,
@@ -367,6 +374,7 @@ def start_get(connection: Connection, body: bytes | bytearray, engine: Engine, *
             content_ids=get.content_ids or None,
             accept_pending=get.accept_pending,
             verify=get.verify,
+            reader_checks=connection.reader_checks,
         )
     return not call.start(engine, spec, now_ns)
 

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 INTERFACES: Final[Mapping[str, int]] = {
     "kvstore.device._uring": 3,
-    "kvstore.engine._records": 2,
+    "kvstore.engine._records": 3,
     "kvstore.transport._exchange": 4,
     "kvstore.engine._search": 2,
     "kvstore.transport._inflow": 2,

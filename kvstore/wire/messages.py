@@ -79,6 +79,9 @@ class Feature(IntFlag):
     """PULL, HEADS and FORGET are understood (wire/replicas.py)."""
     RDMA = 16
     """PAIR, PROBE, REGIONS, GET_INTO and OFFER_FROM are understood (wire/pairs.py)."""
+    READER_CHECKS = 32
+    """The client sums all bytes of a GET before it believes them: the node need not sum what it reads from the drive
+    for it alone."""
 
 
 # --- the connection -------------------------------------------------------------------------------------------------

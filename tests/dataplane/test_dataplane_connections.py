@@ -97,7 +97,8 @@ def test_welcome_says_who_the_node_is_and_what_it_takes(lab: PlaneLab) -> None:
     welcome = raw_client(lab).hello(features=0xFF)
     assert (welcome.version, welcome.node_id, welcome.boot_id, welcome.epoch) == (1, "lab", b"B" * 16, 5)
     assert welcome.body_bytes_max == FRAME_BODY_BYTES_MAX
-    assert welcome.features == Feature.FINAL_DATA | Feature.DATA_CRCS | Feature.PULL, "unknown features are not used"
+    known = Feature.FINAL_DATA | Feature.DATA_CRCS | Feature.PULL | Feature.READER_CHECKS
+    assert welcome.features == known, "unknown features are not used"
     assert raw_client(lab).hello(features=0).features == 0, "nor those that the client does not name"
 
 

@@ -33,6 +33,7 @@ from kvstore.wire.messages import (
     Delete,
     Drop,
     End,
+    Feature,
     Grant,
     Match,
     MatchReply,
@@ -439,6 +440,40 @@ def test_without_a_cache_records_of_several_drives_come_in_parcels(tmp_path: Pat
     assert client.get(NS, twice) == (bytes(22), dict(enumerate([*values[:20], values[3], values[7]])))
     node.settle()
     close_node(node)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_only_who_has_said_that_he_sums_gets_what_was_not_summed(tmp_path: Path, count: int) -> None:
+    node = open_node(tmp_path, count=count, cache_bytes=0)
+    client = node.lab.client(features=Feature.FINAL_DATA)
+    client.register(NAMESPACE.manifest())
+    keys = [key_of(number) for number in range(6)]
+    values = [os.urandom(60_000) for _ in keys]
+    assert set(client.put(NS, keys, values).values()) == {STORED}
+    for number in (1, 4):
+        flip(tmp_path, values[number], 12_345)
+    trusting = node.lab.client(client_id=b"D" * 16, features=Feature.FINAL_DATA | Feature.READER_CHECKS)
+    with pytest.raises(AssertionError, match="wrong bytes"):
+        trusting.get(NS, keys[:3])
+    told = node.lab.client(client_id=b"D" * 16, features=Feature.FINAL_DATA | Feature.READER_CHECKS)
+    assert told.get(NS, keys[1:2], verify=True)[0] == bytes([MissReason.CORRUPT])
+    statuses, data = client.get(NS, keys)
+    assert statuses == bytes([0, MissReason.CORRUPT, 0, 0, MissReason.CORRUPT, 0])
+    assert data == {at: values[at] for at in (0, 2, 3, 5)}
+    assert sum(drive.metrics.quarantined_records for drive in node.drives) == 2
+    trusting.channel.close()
+    node.settle()
+    close_node(node)
+
+
+def flip(folder: Path, value: bytes, offset: int) -> None:
+    """Change a bit of what lies on one of the drives below `folder`."""
+    for path in folder.glob("*/kvstore.data"):
+        at = path.read_bytes().find(value)
+        if at >= 0:
+            with path.open("r+b", buffering=0) as drive:
+                drive.seek(at + offset)
+                drive.write(bytes([value[offset] ^ 8]))
 
 
 @pytest.mark.parametrize("count", [1, 2])

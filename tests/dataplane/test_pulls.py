@@ -428,6 +428,24 @@ def test_a_record_that_the_source_cannot_read_now_is_asked_for_once_more(
     assert b.held(KEYS[:2]) == [True, True]
 
 
+def test_what_goes_to_another_node_is_summed_by_the_source(lab: CopyLab) -> None:
+    """Without a cache it sums nothing for a client that does so itself; a copy is judged where the bad record lies."""
+    a, b = lab.nodes
+    a.put(KEYS[:3], VALUES[:3])
+    drive = a.folder / "kvstore.data"
+    at = drive.read_bytes().index(VALUES[1]) + 1000
+    with drive.open("r+b", buffering=0) as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 8]))
+    pull(b, KEYS[:3], "a")
+    lab.settle()
+    assert b.held(KEYS[:3]) == [True, False, True]
+    assert (a.engine.metrics.checksum_errors_read, a.engine.metrics.quarantined_records) == (2, 1)
+    assert b.engine.metrics.checksum_errors_received == 0, "nothing wrong was sent"
+
+
 # --- namespaces -------------------------------------------------------------------------------------------------------
 def test_what_was_dropped_at_the_source_is_dropped_here_before_anything_is_copied(lab: CopyLab) -> None:
     a, b = lab.nodes

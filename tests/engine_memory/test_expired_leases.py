@@ -32,6 +32,7 @@ WAYS: dict[str, dict[str, object]] = {
     "one copy": {"content_ids": bytes(16 * COUNT)},
     "pending too": {"accept_pending": True},
     "verified": {"verify": True},
+    "checked by the reader": {"reader_checks": True},
     "into shared memory": {"places": COUNT},
     "a share of a batch": {"items": list(range(COUNT))},
 }

@@ -24,7 +24,7 @@ from kvstore.engine.format import (
 )
 from kvstore.engine.history import Event, Fate
 from kvstore.engine.location import PAGE_BITS, location_page, pack_location
-from kvstore.engine.packing import pack
+from kvstore.engine.packing import Packed, pack
 from kvstore.engine.readplan import covering_blocks, ranges_per_record
 from kvstore.engine.verify import GENERATION, Fault, check_header, check_run, header_pages_of
 from kvstore.engine.waits import Waits
@@ -170,29 +170,29 @@ class Read:
         self.length_bytes = length_bytes
 
 
-def one_by_one(data: memoryview, read: Read, generation: int) -> RecordFacts | Fault:
-    """What the check of a single record says."""
+def one_by_one(data: memoryview, read: Read, generation: int, *, sums: bool = True) -> RecordFacts | Fault:
+    """What the check of a single record says; without `sums` its reader does those of payload."""
     facts = check_header(data, REF, read.key, read.location, generation)
-    if isinstance(facts, RecordFacts):
+    if isinstance(facts, RecordFacts) and sums:
         start = facts.header_pages * PAGE_BYTES
         if not crcs_match(data[start : start + facts.record_bytes], facts.block_bytes, facts.crcs):
             return Fault.CORRUPT
     return facts
 
 
-def check_packed(view: memoryview, reads: list[Read], alone: list[RecordFacts | Fault]) -> None:
+def check_packed(view: memoryview, reads: list[Read], alone: list[RecordFacts | Fault], *, sums: bool) -> None:
     """What `pack` says of them is what was found of each alone, compiled and not."""
     assert packing.IS_COMPILED, "the extension is not built"
     for compiled in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(packing, "IS_COMPILED", compiled)
-            check_packed_so(view, reads, alone)
+            check_packed_so(view, reads, alone, sums)
 
 
-def check_packed_so(view: memoryview, reads: list[Read], alone: list[RecordFacts | Fault]) -> None:
+def check_packed_so(view: memoryview, reads: list[Read], alone: list[RecordFacts | Fault], sums: bool) -> None:
     keys = b"".join(read.key for read in reversed(reads))
     wants = [(read.location, len(reads) - 1 - at) for at, read in enumerate(reads)]
-    packed = pack(view, wants, keys, REF, {5: 11})
+    packed = pack(view, wants, keys, REF, {5: 11}, sums=sums)
     assert list(packed.faults) == [(at, found) for at, found in enumerate(alone) if isinstance(found, Fault)]
     good = [(at, found) for at, found in enumerate(alone) if isinstance(found, RecordFacts)]
     total = sum(map(len, packed.payload))
@@ -208,20 +208,26 @@ def check_packed_so(view: memoryview, reads: list[Read], alone: list[RecordFacts
         if one.record_bytes and (start := reads[at].at + one.header_pages * PAGE_BYTES)
     ]
     assert [bytes(one) for one in packed.payload] == payload
-    assert len(pack(view, wants, keys, REF, {5: 12}).faults) == len(reads)
+    assert len(pack(view, wants, keys, REF, {5: 12}, sums=sums).faults) == len(reads)
 
 
 @pytest.mark.parametrize("length", [4096, 5000, 65_536, 70_001])
 @pytest.mark.parametrize("block_bytes", [4096, 1 << 20])
-def test_the_compiled_check_says_yes_only_to_what_is_right(length: int, block_bytes: int) -> None:
+@pytest.mark.parametrize("sums", [True, False], ids=["summed", "the reader sums"])
+def test_the_compiled_check_says_yes_only_to_what_is_right(length: int, block_bytes: int, sums: bool) -> None:
     """Every byte that it looks at, flipped in one of nine records; those that it need not look at do not matter."""
+
+    def check() -> Packed:
+        return pack(view, wants, keys, REF, generations, sums=sums)
+
+    generations = {5: 11}
     view, wants, keys = alike(9, length, block_bytes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_pack_each", lambda *_: None)  # what is judged one by one
-        right = pack(view, wants, keys, REF, {5: 11})
+        right = check()
         assert right is not None, "one call judged them all"
         patch.setattr(packing, "IS_COMPILED", False)
-        assert pack(view, wants, keys, REF, {5: 11}) == right, "and columns say the same"
+        assert check() == right, "and columns say the same"
         patch.setattr(packing, "IS_COMPILED", True)
         header_bytes = header_page_count(length, block_bytes) * PAGE_BYTES
         stride = len(view) // 9
@@ -229,15 +235,24 @@ def test_the_compiled_check_says_yes_only_to_what_is_right(length: int, block_by
         for place in [*range(300), header_bytes - 1, header_bytes, header_bytes + length - 1, *random_places]:
             at = place % 9 * stride + place
             view[at] ^= 1 << place % 8
-            assert pack(view, wants, keys, REF, {5: 11}) is None, f"byte {place} was not looked at"
+            for compiled in (True, False):
+                patch.setattr(packing, "IS_COMPILED", compiled)
+                if sums or place < header_bytes:
+                    assert check() is None, f"byte {place} was not looked at"
+                else:
+                    assert check() == right, "it is the reader's"
             view[at] ^= 1 << place % 8
+        patch.setattr(packing, "IS_COMPILED", True)
         for wrong in ({5: 12}, {}):
-            assert pack(view, wants, keys, REF, wrong) is None
+            generations = wrong
+            assert check() is None
+        generations = {5: 11}
         for place, index in ((0, 1), (1, 0)):
-            assert pack(view, [(wants[0][0], index), *wants[1:]][place:] + wants[:place], keys, REF, {5: 11}) is None
+            others = [(wants[0][0], index), *wants[1:]][place:] + wants[:place]
+            assert pack(view, others, keys, REF, generations, sums=sums) is None
         if header_bytes + length < stride:
             view[stride - 1] ^= 1  # behind the payload
-        assert pack(view, wants, keys, REF, {5: 11}) == right
+        assert check() == right
 
 
 def alike(count: int, length: int, block_bytes: int) -> tuple[memoryview, list[tuple[int, int]], bytes]:
@@ -279,7 +294,7 @@ def alike(count: int, length: int, block_bytes: int) -> tuple[memoryview, list[t
 def test_impossible_lengths_are_refused_by_the_compiled_check(case: str) -> None:
     view, wants, keys = alike(4, 5000, 4096)
     arguments: list[Any] = [view, wants, keys, REF.digest + GENERATION.pack(REF.generation), {5: 11}]
-    arguments += [int.from_bytes(RECORD_MAGIC, "little"), 3 * PAGE_BYTES, PAGE_BYTES, 4096, 5000, 2, 1]
+    arguments += [int.from_bytes(RECORD_MAGIC, "little"), 3 * PAGE_BYTES, PAGE_BYTES, 4096, 5000, 2, 1, True]
     assert _records.check(*arguments) is not None
     at, value = {
         "short": (0, view[:-1]),
@@ -352,9 +367,15 @@ def test_a_run_is_checked_as_each_of_its_records_alone(
         part = parts[which % len(parts)]
         part[byte % len(part)] ^= 1 << bit
     view = memoryview(b"".join(parts))
-    alone = [one_by_one(view[read.at : read.at + read.length_bytes], read, 11) for read in reads]
-    assert check_run(view, reads, REF, 11) == alone
-    check_packed(view, reads, alone)
+    for sums in (True, False):
+        alone = [one_by_one(view[read.at : read.at + read.length_bytes], read, 11, sums=sums) for read in reads]
+        assert check_run(view, reads, REF, 11, sums=None if sums else [False] * len(reads)) == alone
+        check_packed(view, reads, alone, sums=sums)
+    mixed = [number % 2 == 0 for number in range(len(reads))]
+    assert check_run(view, reads, REF, 11, sums=mixed) == [
+        one_by_one(view[read.at : read.at + read.length_bytes], read, 11, sums=summed)
+        for read, summed in zip(reads, mixed, strict=True)
+    ]
     assert check_run(view, reads, REF, 12) == [Fault.CORRUPT] * len(reads)
 
 
