@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 GB = 1e9
@@ -87,6 +88,37 @@ def timed(
         seconds=elapsed,
         work_bytes=total,
         operations=count,
+        cpu_client_ns=client_cpu() - client,
+        cpu_node_ns=node_cpu() - node,
+    )
+
+
+def timed_together(
+    steps: Sequence[Callable[[], int]],
+    *,
+    seconds: float,
+    operations_per_step: int,
+    client_cpu: Callable[[], int],
+    node_cpu: Callable[[], int],
+) -> Sample:
+    """As `timed`, with each of `steps` repeated in a thread of its own: so many calls are in flight at any time."""
+
+    def repeat(step: Callable[[], int]) -> tuple[int, int]:
+        total = count = 0
+        while time.perf_counter() - start < seconds:
+            total += step()
+            count += operations_per_step
+        return total, count
+
+    with ThreadPoolExecutor(len(steps)) as pool:
+        client, node = client_cpu(), node_cpu()
+        start = time.perf_counter()
+        done = list(pool.map(repeat, steps))
+        elapsed = time.perf_counter() - start
+    return Sample(
+        seconds=elapsed,
+        work_bytes=sum(total for total, _ in done),
+        operations=sum(count for _, count in done),
         cpu_client_ns=client_cpu() - client,
         cpu_node_ns=node_cpu() - node,
     )
