@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Sequence
 
@@ -56,7 +57,7 @@ class CopiesJob(Job):
 class OpenJob(CopiesJob):
     """WRITER_OPEN; the manifest first when the node asks for it."""
 
-    __slots__ = ("_facts", "_keys", "_kind", "_manifest", "_namespace", "_ttl_ns")
+    __slots__ = ("_facts", "_id", "_keys", "_kind", "_manifest", "_namespace", "_ttl_ns")
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class OpenJob(CopiesJob):
         self._facts = facts
         self._kind = kind
         self._ttl_ns = ttl_ns
+        self._id = os.urandom(ID_BYTES)  # a try by another way must not find what the first has opened in its way
 
     def run(self, connection: Connection) -> Steps:
         """Opens all of them at once."""
@@ -115,6 +117,7 @@ class OpenJob(CopiesJob):
             positions=b"" if facts.first_position is None else _pack([facts.position(item) for item in items]),
             parts=bytes([self._kind.code]) * len(items) if self._kind.code else b"",
             volatile_ttl_ns=self._kind.volatile_ttl_ns,
+            opening_id=self._id,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore.limits import REQUESTS_BYTES_PER_CLIENT_MAX
 from kvstore.server.writer import Writer
@@ -18,13 +18,15 @@ class Client:
         writers: its layer-wise writers by writer id.
         writer_bytes: sum of their lengths.
         requests_memory: its share of what the requests of all may hold.
+        openings: what ends a WRITER_OPEN that is in progress, by its opening id.
     """
 
-    __slots__ = ("_last_writer_id", "connections", "id", "requests_memory", "writer_bytes", "writers")
+    __slots__ = ("_last_writer_id", "connections", "id", "openings", "requests_memory", "writer_bytes", "writers")
 
     def __init__(self, client_id: bytes, requests_memory: MemoryBudget) -> None:
         self.id = client_id
         self.requests_memory = requests_memory
+        self.openings: dict[bytes, Callable[[], None]] = {}
         self.connections = 0
         self.writers: dict[int, Writer] = {}
         self.writer_bytes = 0
@@ -43,6 +45,23 @@ class Client:
         if writer is not None:
             self.writer_bytes -= writer.record_bytes
         return writer
+
+    def forget_opening(self, opening_id: bytes) -> None:
+        """The client asks again for what it has had no answer to: what was, or is to be, opened for that ends."""
+        end = self.openings.pop(opening_id, None)
+        if end is not None:
+            end()
+        self.doom(at for at, writer in self.writers.items() if writer.opening_id == opening_id)
+
+    def doom_unknown(self, writer_ids: Sequence[int]) -> None:
+        """The answer that named these may not have reached it: those end that it has not written to."""
+        self.doom(at for at in writer_ids if at in self.writers and not self.writers[at].is_known)
+
+    def doom(self, writer_ids: Iterable[int]) -> None:
+        """Nobody will go on with these; unknown ids are ignored."""
+        for writer in [self.take_writer(writer_id) for writer_id in list(writer_ids)]:
+            if writer is not None:
+                writer.doom()
 
 
 class Clients:

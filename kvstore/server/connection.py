@@ -97,6 +97,7 @@ class Connection:
         shares_memory: Feature.SHARED_MEMORY was agreed on.
         placing: the channel, where it reaches into the client's memory.
         call: the request in progress.
+        opened: the last WRITER_OPEN that was answered over it: its request id, and the writers.
         due_ns: when it is closed unless something arrives before (HELLO, idle and lingering limits).
         clock: monotonic; for durations, where the time of the turn is too coarse.
         in_turn: it stands in the data plane's queue of senders.
@@ -127,6 +128,7 @@ class Connection:
         "is_blocked",
         "is_closed",
         "metrics",
+        "opened",
         "placing",
         "reader_checks",
         "session",
@@ -161,6 +163,7 @@ class Connection:
         self.shares_memory = False
         self.placing: PlaceChannel | None = None
         self.call: Call | None = None
+        self.opened: tuple[int, Sequence[int]] | None = None
         self.due_ns = due_ns
         self.in_turn = False
         self.is_closed = False
@@ -476,11 +479,20 @@ class Connection:
         self.is_closed = True
         self._lane = None
         self._plane.loop.forget(self.channel.fileno())
+        self._forget_unheard()
         self.session.close()
         self._abandon_call()
         self.channel.close()
         self._let_go()
         self._plane.closed(self)
+
+    def _forget_unheard(self) -> None:
+        """Writers whose ids stand in an answer that the client has not taken: it can never write to them."""
+        opened, client = self.opened, self.client
+        if opened is not None and client is not None and opened[0] == self.session.request_id:
+            if not self.channel.was_heard:
+                client.doom_unknown(opened[1])
+                self._plane.wake_engine()
 
     def greeted(self, client: Client, flow: FlowClass, features: Feature) -> None:
         """HELLO was accepted, and these features were agreed on."""

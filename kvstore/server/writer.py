@@ -13,14 +13,37 @@ class Writer:
         record_bytes, block_bytes: of the record.
         ttl_ns: how long it lives after each write.
         expires_ns: monotonic.
+        opening_id: of the WRITER_OPEN that it came of.
+        is_known: its client has written to it, and so knows that it is there.
         receiving: slices that wait for memory or payload, over all connections: until they end, the engine must not
             get the memory back, since a socket may still write into it.
     """
 
-    __slots__ = ("_is_doomed", "block_bytes", "expires_ns", "receiving", "record_bytes", "ticket", "ttl_ns")
+    __slots__ = (
+        "_is_doomed",
+        "block_bytes",
+        "expires_ns",
+        "is_known",
+        "opening_id",
+        "receiving",
+        "record_bytes",
+        "ticket",
+        "ttl_ns",
+    )
 
-    def __init__(self, ticket: PutTicket, *, record_bytes: int, block_bytes: int, ttl_ns: int, now_ns: int) -> None:
+    def __init__(
+        self,
+        ticket: PutTicket,
+        *,
+        record_bytes: int,
+        block_bytes: int,
+        ttl_ns: int,
+        now_ns: int,
+        opening_id: bytes = b"",
+    ) -> None:
         self.ticket = ticket
+        self.opening_id = opening_id
+        self.is_known = False
         self.record_bytes = record_bytes
         self.block_bytes = block_bytes
         self.ttl_ns = ttl_ns
@@ -35,6 +58,7 @@ class Writer:
     def begin_slice(self, now_ns: int) -> None:
         """A slice is on its way."""
         self.touch(now_ns)
+        self.is_known = True
         self.receiving += 1
 
     def end_slice(self) -> None:

@@ -51,7 +51,10 @@ class WriterOpenCall(Call):
 
     def start(self, engine: Engine, namespace: NamespaceRef) -> None:
         """Asks for every item that the client's bounds leave room for."""
-        client = self._client
+        client, opening_id = self._client, self._open.opening_id
+        if opening_id:
+            client.forget_opening(opening_id)
+            client.openings[opening_id] = partial(self.connection.guard, self.cancel)
         count_left = WRITERS_PER_CLIENT_MAX - len(client.writers)
         bytes_left = WRITER_BYTES_PER_CLIENT_MAX - client.writer_bytes
         asked = []
@@ -111,6 +114,7 @@ class WriterOpenCall(Call):
                 block_bytes=self._batch.block_bytes(item),
                 ttl_ns=self._open.ttl_ns,
                 now_ns=self.connection.now_ns,
+                opening_id=self._open.opening_id,
             )
             self._ids[item] = self._client.add_writer(writer)
             self._statuses[item] = ItemStatus.GRANTED
@@ -125,15 +129,15 @@ class WriterOpenCall(Call):
     def _end_if_complete(self) -> None:
         if self._answered == self._batch.count and not self.over:
             details = "\n".join(self._details) if any(self._details) else ""
+            self._client.openings.pop(self._open.opening_id, None)
+            self.connection.opened = self.request_id, self._ids
             self.finish(WriterOpened(writer_ids=pack_u32(self._ids), statuses=bytes(self._statuses), details=details))
 
     def _abort_opened(self) -> None:
         """The client will never learn these ids."""
         ids, self._ids = self._ids, []
-        for writer_id in ids:
-            writer = self._client.take_writer(writer_id)
-            if writer is not None:
-                writer.doom()
+        self._client.openings.pop(self._open.opening_id, None)
+        self._client.doom(ids)
 
 
 class WriterWriteCall(Call):
@@ -352,10 +356,7 @@ def open_writers(
 
 def abort_writers(client: Client, message: WriterAbort) -> End:
     """Forgets writers; unknown ids are ignored."""
-    for writer_id in unpack_u32(message.writer_ids):
-        writer = client.take_writer(writer_id)
-        if writer is not None:
-            writer.doom()
+    client.doom(unpack_u32(message.writer_ids))
     return End()
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import socket
+import sys
+import termios
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -29,13 +32,14 @@ _UNPACED: Final = b"reno"
 """In every kernel, and allowed for every user. With bbr, which paces, a client took .38 s/GB to put and not .29."""
 _RETRY: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR, errno.ENOBUFS})
 _SENDS_PER_EVENT_MAX: Final = 8
+_SOCKET: Final = socket.SOL_SOCKET
 _DISCARD_BYTES: Final = 64 * 1024
 
 
 class TcpChannel:
     """One connected socket, which it owns and makes non-blocking. See `kvstore.transport.base.Channel`."""
 
-    __slots__ = ("_peer", "_received_bytes", "_socket", "reader", "writer")
+    __slots__ = ("_has_broken", "_peer", "_received_bytes", "_socket", "reader", "writer")
 
     def __init__(self, connected: socket.socket, reader: FrameReader, writer: FrameWriter | None = None) -> None:
         """
@@ -49,6 +53,7 @@ class TcpChannel:
         self._socket = connected
         self._peer = _peer_of(connected)
         self._received_bytes = 0  # by `on_readable`
+        self._has_broken = False
         self.reader = reader
         self.writer = writer or FrameWriter()
 
@@ -125,6 +130,20 @@ class TcpChannel:
         return False
 
     @property
+    def was_heard(self) -> bool:
+        """Before `close`: whether the peer has taken all that was queued, as far as the kernel knows.
+
+        One that closes its socket with something unread resets the connection.
+        """
+        if self._has_broken or self.writer.pending_bytes or self.fileno() < 0:
+            return False
+        try:
+            unread = fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4))
+            return not int.from_bytes(unread, sys.byteorder) and not self._socket.getsockopt(_SOCKET, socket.SO_ERROR)
+        except OSError:
+            return False
+
+    @property
     def connected(self) -> socket.socket:
         """The socket, for who does with it in one step what is several here; it stays this channel's."""
         return self._socket
@@ -166,6 +185,7 @@ class TcpChannel:
         self.writer.drop()
 
     def _broken(self, error: OSError) -> Unavailable:
+        self._has_broken = True
         name = errno.errorcode.get(error.errno or 0, str(error.errno))
         return Unavailable(f"the connection to {self._peer} broke: {name} ({error.strerror})")
 

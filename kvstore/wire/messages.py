@@ -395,10 +395,15 @@ class Result(Message):
         expect_count("RESULT.content_ids", self.content_ids, ID_BYTES, count, or_empty=True)
 
 
-@message(FrameType.WRITER_OPEN)
+@message(FrameType.WRITER_OPEN, optional_count=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterOpen(Message):
-    """Opens writers: an OFFER whose checksums and payload come later, slice by slice. Fields as in Offer."""
+    """Opens writers: an OFFER whose checksums and payload come later, slice by slice. Fields as in Offer.
+
+    Attributes:
+        opening_id: 16 random bytes that stay the same when the client asks again, since no answer came: what was opened
+            for them before is forgotten. Empty is none.
+    """
 
     namespace: Digest
     keys: Keys
@@ -411,6 +416,7 @@ class WriterOpen(Message):
     positions: Items = b""
     parts: Annotated[bytes, Blob(count_max=BATCH_ITEMS_MAX)] = b""
     volatile_ttl_ns: Annotated[int, Uint(VOLATILE_TTL_NS_MAX)] = 0
+    opening_id: Annotated[bytes, Blob(unit=ID_BYTES, count_max=1)] = b""
 
     def validate(self) -> None:
         _check_batch("WRITER_OPEN", self)
