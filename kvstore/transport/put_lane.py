@@ -3,40 +3,122 @@
 What a frame looks like is known before it comes, but for its checksums. So each is received with one call, header and
 payload straight to where they belong, and compared instead of decoded. Whatever else comes is no fault: its bytes are
 given to the `FrameReader`, which knows every frame, and so is the rest of the grant.
+
+Compiled when the extension is there (`_put_lane.c`), in Python otherwise: one suite runs over both.
 """
 
 from __future__ import annotations
 
+import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol, TypeAlias
 
 from kvstore.limits import FRAME_AIM_BYTES, SLICE_BYTES_MAX, SLICES_PER_FRAME_MAX, KiB
-from kvstore.transport.base import FetchEvents, Landing
+from kvstore.transport.base import Landing
 from kvstore.types.checksum import crc32c, crcs_match
+from kvstore.types.compiled import require_crc_instruction, require_interface
+from kvstore.wire.expected import DATA_START
 from kvstore.wire.frames import Frame, FrameReader
 from kvstore.wire.header import HEADER_BYTES, MAGIC, VERSION, FrameType
 from kvstore.wire.slices import DESCRIPTOR_BYTES, FLAG_LAST, NO_CONTENT_ID, encode_fields
 
+try:
+    from kvstore.transport import _put_lane
+
+    require_interface(_put_lane)
+    require_crc_instruction(_put_lane)
+except ImportError as missing:
+    IS_COMPILED = False
+    HOW = f"in Python: kvstore.transport._put_lane cannot be used ({missing})"
+else:
+    IS_COMPILED = True
+    HOW = "compiled"
+
 _START: Final = struct.Struct("<2sBBIII")  # of a header: up to the length of the payload; epoch, flags and CRC follow
 _FLAGS_AT: Final = 24
 _CRC_AT: Final = HEADER_BYTES - 4
+_BEHIND_ITEM: Final = struct.Struct("<QIBBH16sQI")  # of a slice
 _CHECKED_AT_ONCE_BYTES: Final = 256 * KiB
 """So much of a record with a frame of its own is received before it is checked, as a client does when it reads."""
 
 
-class PutLane:
-    """The frames that bring a grant's records.
+MORE: Final = 0
+OTHER: Final = 1
+CLOSED: Final = 2
+"""What `PutLane.receive` ends with: what was there has been taken, another frame came, the peer sends no more."""
 
-    Attributes:
-        received_bytes: so far, to see that the client sends.
-        expected_bytes: of frames, that have not come.
+Came: TypeAlias = "list[tuple[list[int], bytes, bool]]"
+"""Items whose bytes are all there, their CRC tables one after the other, and whether they are known to match."""
+
+
+class PutLane(Protocol):
+    """The frames that bring a grant's records: `put_lane` makes one."""
+
+    @property
+    def received_bytes(self) -> int:
+        """So far, to see that the client sends."""
+
+    @property
+    def expected_bytes(self) -> int:
+        """Of frames, that have not come."""
+
+    @property
+    def is_over(self) -> bool:
+        """All that was granted has come."""
+
+    def expect(self, landings: Sequence[Landing], /) -> None:
+        """One GRANT names these. Their memory is held until they are told of, or given back by `take_apart`."""
+
+    def receive(self, connected: socket.socket, bytes_max: int, /) -> tuple[int, Came]:
+        """Receives what is there, until about `bytes_max` have come.
+
+        Returns:
+            MORE, OTHER (`take_apart` then) or CLOSED, and what has come whole.
+
+        Raises:
+            OSError: The connection broke, and nothing has come whole in this call.
+        """
+
+    def take_apart(self) -> tuple[bytes, list[Landing]]:
+        """What has come of the frame in progress, and where all that has not come whole belongs. The lane is spent."""
+
+
+def takes(landings: Sequence[Landing]) -> bool:
+    """Whether records of the first one's length fit a slice each, as a lane needs it."""
+    return 0 < len(landings[0].buffer) <= SLICE_BYTES_MAX
+
+
+def put_lane(request_id: int, *, record_bytes: int, block_bytes: int) -> PutLane:
+    """A lane for the payload of one request.
+
+    Args:
+        record_bytes: of each record, see `takes`.
+        block_bytes: the checksum block of all of them.
     """
+    if not IS_COMPILED:
+        return PythonLane(request_id, record_bytes=record_bytes, block_bytes=block_bytes)
+    words = -(-record_bytes // block_bytes)
+    behind = _BEHIND_ITEM.pack(0, record_bytes, 0, FLAG_LAST, words, NO_CONTENT_ID, record_bytes, block_bytes)
+    return _put_lane.Lane(
+        request_id=request_id,
+        start=DATA_START,
+        behind=behind,
+        block_bytes=block_bytes,
+        record_bytes=record_bytes,
+        per_frame=_per_frame(record_bytes),
+        piece_bytes=_CHECKED_AT_ONCE_BYTES,
+    )
+
+
+class PythonLane:
+    """See `PutLane`."""
 
     __slots__ = (
         "_block_bytes",
         "_body",
+        "_came",
         "_checked_bytes",
         "_crc",
         "_frame",
@@ -59,11 +141,7 @@ class PutLane:
     )
 
     def __init__(self, request_id: int, *, record_bytes: int, block_bytes: int) -> None:
-        """
-        Args:
-            record_bytes: of each record, see `takes`.
-            block_bytes: the checksum block of all of them.
-        """
+        """See `put_lane`."""
         self._request_id = request_id
         self._record_bytes = record_bytes
         self._block_bytes = block_bytes
@@ -85,16 +163,12 @@ class PutLane:
         self._head_bytes = 0
         self._start = b""  # of its header
         self._body = b""  # its descriptors
+        self._came: Came = []
         self.expected_bytes = 0
         self.received_bytes = 0
 
-    @staticmethod
-    def takes(landings: Sequence[Landing]) -> bool:
-        """Whether records of the first one's length fit a slice each."""
-        return 0 < len(landings[0].buffer) <= SLICE_BYTES_MAX
-
-    def expect(self, landings: Sequence[Landing]) -> None:
-        """One GRANT names these."""
+    def expect(self, landings: Sequence[Landing], /) -> None:
+        """See `PutLane.expect`."""
         count = len(landings)
         frames = -(-count // self._per_frame)
         a_record = DESCRIPTOR_BYTES + self._table_bytes + self._record_bytes
@@ -105,17 +179,38 @@ class PutLane:
 
     @property
     def is_over(self) -> bool:
-        """All that was granted has come."""
+        """See `PutLane.is_over`."""
         return not self._frame
 
-    @property
-    def rest(self) -> list[memoryview]:
-        """Where the next bytes of the stream belong, as many as one call should receive."""
-        rest = self._rest
-        return [*rest[:-1], rest[-1][: self._step_bytes]] if self._is_alone else rest
+    def receive(self, connected: socket.socket, bytes_max: int, /) -> tuple[int, Came]:
+        """See `PutLane.receive`."""
+        stop = self.received_bytes + bytes_max
+        ended = MORE
+        while self._frame and self.received_bytes < stop:
+            rest = self._rest
+            if self._is_alone:
+                rest = [*rest[:-1], rest[-1][: self._step_bytes]]
+            try:
+                count = connected.recvmsg_into(rest, 0, socket.MSG_DONTWAIT)[0]
+            except BlockingIOError:
+                break
+            except OSError:
+                if self._came:
+                    break  # what the socket has to say beside that it says again
+                raise
+            if not count:
+                ended = MORE if self._came else CLOSED
+                break
+            if not self._advance(count):
+                ended = OTHER
+                break
+            if count < sum(map(len, rest)):
+                break
+        came, self._came = self._came, []
+        return ended, came
 
-    def advance(self, count: int, events: FetchEvents) -> bool:
-        """So many bytes have come into `rest`. False when they are not what was expected: `take_apart` then."""
+    def _advance(self, count: int) -> bool:
+        """So many bytes have come into `_rest`. False when they are not what was expected."""
         self.received_bytes += count
         self.expected_bytes -= count
         left = self._left_bytes = self._left_bytes - count
@@ -151,7 +246,7 @@ class PutLane:
         if self._has_one_word:
             are_good = self._crc.to_bytes(4, "little") == tables
         self._next_frame()
-        events.came(items, tables, are_good=are_good)
+        self._came.append((items, tables, are_good))
         return True
 
     def _check_to(self, end: int) -> None:
@@ -167,7 +262,7 @@ class PutLane:
             self._checked_bytes = end
 
     def take_apart(self) -> tuple[bytes, list[Landing]]:
-        """What has come of the frame in progress, and where all that has not come whole belongs. The lane is spent."""
+        """See `PutLane.take_apart`."""
         payload = [landing.buffer for landing in self._frame]
         came = self._head_bytes + len(self._frame) * self._record_bytes - self._left_bytes if self._frame else 0
         whole = b"".join([self._head[: self._head_bytes], *payload])[:came]

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.limits import FRAME_PAYLOAD_BYTES_MAX, PAYLOAD_WAKE_BYTES, KiB
 from kvstore.transport.base import FetchEvents, Landing
-from kvstore.transport.put_lane import PutLane, replay
+from kvstore.transport.put_lane import CLOSED, OTHER, PutLane, put_lane, replay, takes
 from kvstore.transport.tcp import TcpChannel
 from kvstore.wire.body import MemoryBudget
 from kvstore.wire.frames import Frame, FrameReader
@@ -51,6 +51,7 @@ class TcpNodeChannel(TcpChannel):
         "_events",
         "_landings",
         "_lane",
+        "_late",
         "_other",
         "_placed_count",
         "_request_id",
@@ -83,6 +84,7 @@ class TcpNodeChannel(TcpChannel):
         self._arriving: Slice | None = None  # the one slice of the DATA frame in progress
         self._wake_bytes = _ANY
         self._lane: PutLane | None = None  # for what comes as our own client sends it
+        self._late: list[Frame] = []  # came behind the records that ended their call
 
     def on_readable(self) -> list[Frame]:
         """See `Channel.on_readable`. Tells of payload on its way, and lets the kernel gather some before the next call.
@@ -105,29 +107,28 @@ class TcpNodeChannel(TcpChannel):
 
     def _receive_expected(self, lane: PutLane) -> list[Frame]:
         """`on_readable` of what the lane knows; as much as a frame may have at a time."""
-        assert self._events is not None
-        bytes_max = lane.received_bytes + FRAME_PAYLOAD_BYTES_MAX
-        while lane.received_bytes < bytes_max:
-            rest = lane.rest
-            try:
-                count = self._socket.recvmsg_into(rest)[0]
-            except OSError as error:
-                self.took_none(error)
-                break
-            if not count:
-                self._leave_lane()
-                self.reader.end_of_stream()
-                raise Unavailable(f"{self.peer} closed the connection")
-            if not lane.advance(count, self._events):
-                return self._leave_lane()
-            if self._lane is not lane:
-                return []  # what the records led to has ended the call
-            if lane.is_over:
-                self._lane = None
-                self._wake_at(_ANY)
-                return []
-            if count < sum(map(len, rest)):
-                break
+        events = self._events
+        assert events is not None
+        try:
+            ended, came = lane.receive(self._socket, FRAME_PAYLOAD_BYTES_MAX)
+        except OSError as error:
+            self.took_none(error)
+            return []
+        for items, tables, are_good in came:
+            events.came(items, tables, are_good=are_good)
+            if self._lane is not lane:  # what the records led to has ended the call
+                late, self._late = self._late, []
+                return late
+        if ended == OTHER:
+            return self._leave_lane()
+        if ended == CLOSED:
+            self._leave_lane()
+            self.reader.end_of_stream()
+            raise Unavailable(f"{self.peer} closed the connection")
+        if lane.is_over:
+            self._lane = None
+            self._wake_at(_ANY)
+            return []
         # a frame of another kind waits until the next `progress`
         self._wake_at(min(lane.expected_bytes, PAYLOAD_WAKE_BYTES))
         return []
@@ -138,6 +139,8 @@ class TcpNodeChannel(TcpChannel):
         if lane is None:
             return []
         self._received_bytes += lane.received_bytes
+        if self.fileno() >= 0:
+            self._wake_at(_ANY)
         begun, landings = lane.take_apart()
         for landing in landings:
             self._landings[landing.item] = _Progress(landing.buffer)
@@ -201,9 +204,9 @@ class TcpNodeChannel(TcpChannel):
     def _expect(self, landings: Sequence[Landing], block_bytes: int) -> bool:
         """Whether the lane takes these."""
         lane = self._lane
-        if lane is None and block_bytes and PutLane.takes(landings) and not self._landings and self.reader.is_between:
+        if lane is None and block_bytes and takes(landings) and not self._landings and self.reader.is_between:
             length = len(landings[0].buffer)
-            lane = self._lane = PutLane(self._request_id, record_bytes=length, block_bytes=block_bytes)
+            lane = self._lane = put_lane(self._request_id, record_bytes=length, block_bytes=block_bytes)
         if lane is None or not block_bytes:
             late = self._leave_lane()
             assert not late, "a frame that is whole has been told of"
@@ -222,8 +225,7 @@ class TcpNodeChannel(TcpChannel):
             self._unfetched_id = self._request_id
         self._arriving = None
         try:
-            late = self._leave_lane()
-            assert not late, "a frame that is whole has been told of"
+            self._late = self._leave_lane()  # more than none only from within `on_readable`, which tells of them
         except KVStoreError:
             pass  # the stream is defective: the reader says so when it is asked next
         if self._landings:

@@ -16,6 +16,7 @@ from kvstore.engine.engine import DriveEngine, EngineSettings
 from kvstore.limits import SECOND_NS, WRITE_WAVE_NS, KiB, MiB
 from kvstore.server.batch import unpack_u32
 from kvstore.testing.plane_lab import LabClient, PlaneLab, results_of
+from kvstore.transport import put_lane
 from kvstore.types.checksum import crc_table
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
@@ -31,6 +32,13 @@ NS = NAMESPACE.digest
 BLOCK = 64 * KiB
 STORED = (ItemStatus.STORED, "")
 PLAIN = {"crc_tables": b"", "block_bytes": BLOCK, "deadline_ns": 100 * SECOND_NS}
+
+
+@pytest.fixture(params=["compiled", "python"], autouse=True)
+def lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What granted payload is received with."""
+    assert put_lane.IS_COMPILED, put_lane.HOW
+    monkeypatch.setattr(put_lane, "IS_COMPILED", request.param == "compiled")
 
 
 def key_of(number: int) -> bytes:

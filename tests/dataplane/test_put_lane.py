@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +13,10 @@ from hypothesis import strategies as st
 
 from kvstore.errors import ChecksumMismatch
 from kvstore.limits import FRAME_AIM_BYTES, SLICE_BYTES_MAX, KiB, MiB
+from kvstore.transport import _put_lane
+from kvstore.transport import put_lane as module
 from kvstore.transport.base import Landing
-from kvstore.transport.put_lane import PutLane, replay
+from kvstore.transport.put_lane import CLOSED, MORE, PutLane, put_lane, replay, takes
 from kvstore.types.checksum import crc_table
 from kvstore.wire.frames import Frame, FrameReader
 from kvstore.wire.header import FrameType, encode_head
@@ -23,19 +27,22 @@ REQUEST_ID = 7
 BLOCK = 4 * KiB
 
 
+@pytest.fixture(params=["compiled", "python"], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which lane the test has."""
+    assert module.IS_COMPILED, module.HOW
+    kind: str = request.param
+    monkeypatch.setattr(module, "IS_COMPILED", kind == "compiled")
+    return kind
+
+
 class Events:
-    """`FetchEvents` of a lane."""
+    """What a lane told of."""
 
     def __init__(self) -> None:
         self.items: list[int] = []
         self.tables = b""
         self.good: list[bool] = []
-
-    def arrived(self, one: Slice, arrived_bytes: int) -> None:
-        raise AssertionError("the lane tells of whole records only")
-
-    def fetched(self, item: int) -> None:
-        raise AssertionError("the lane tells of whole records only")
 
     def came(self, items: Sequence[int], tables: bytes, *, are_good: bool) -> None:
         self.items += items
@@ -78,29 +85,40 @@ def frames_of(items: Sequence[int], length: int) -> list[bytes]:
 
 
 def lane_for(length: int, groups: Sequence[Sequence[int]]) -> tuple[PutLane, dict[int, bytearray]]:
-    lane = PutLane(REQUEST_ID, record_bytes=length, block_bytes=BLOCK)
+    lane = put_lane(REQUEST_ID, record_bytes=length, block_bytes=BLOCK)
     memory = {item: bytearray(length) for group in groups for item in group}
     for group in groups:
         lane.expect([Landing(item, memoryview(memory[item])) for item in group])
     return lane, memory
 
 
-def feed(lane: PutLane, events: Events, data: bytes, steps: Sequence[int]) -> bytes | None:
-    """Gives bytes to a lane, so many at a time. None when it took all, else what had not been given to it."""
-    at = 0
+@contextlib.contextmanager
+def two_ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    near, far = socket.socketpair()
+    with near, far:
+        near.setblocking(False)
+        far.setblocking(False)
+        yield near, far
+
+
+def feed(lane: PutLane, events: Events, data: bytes, steps: Sequence[int], *, bytes_max: int = 2 * MiB) -> bytes | None:
+    """Sends bytes to a lane, so many at a time. None when it took all, else what it had not received."""
+    at, before = 0, lane.received_bytes
     sizes = list(steps)
-    while at < len(data) and not lane.is_over:
-        room = sum(map(len, lane.rest))
-        assert 0 < room <= lane.expected_bytes
-        count = min(room, len(data) - at, sizes.pop() if sizes else room)
-        piece = memoryview(data)[at : at + count]
-        for view in list(lane.rest):
-            view[: len(piece)] = piece[: len(view)]
-            piece = piece[len(view) :]
-        at += count
-        if not lane.advance(count, events):
-            return data[at:]
-    return None if at == len(data) else data[at:]
+    with two_ends() as (near, far):
+        while at < len(data) and not lane.is_over:
+            count = min(len(data) - at, sizes.pop() if sizes else len(data))
+            at += near.send(data[at : at + count])
+            while lane.received_bytes - before < at and not lane.is_over:
+                assert lane.expected_bytes > 0
+                ended, came = lane.receive(far, bytes_max)
+                for items, tables, are_good in came:
+                    events.came(items, tables, are_good=are_good)
+                if ended == module.OTHER:
+                    return data[lane.received_bytes - before :]
+                assert ended == MORE
+    left = data[lane.received_bytes - before :]
+    return left or None
 
 
 @settings(max_examples=60, deadline=None)
@@ -110,11 +128,12 @@ def test_what_our_client_sends_lands_without_being_decoded(data: st.DataObject) 
     items = list(range(data.draw(st.integers(1, 6 if length > BLOCK else 40))))
     cut = data.draw(st.integers(0, len(items)))
     groups = [group for group in (items[:cut], items[cut:]) if group]
+    bytes_max = data.draw(st.sampled_from([1, 70_000, 2 * MiB]))
     steps = data.draw(st.lists(st.integers(1, 2 * length + 300), max_size=30))
     lane, memory = lane_for(length, groups)
     events = Events()
     stream = b"".join(frame for group in groups for frame in frames_of(group, length))
-    assert feed(lane, events, stream, steps) is None
+    assert feed(lane, events, stream, steps, bytes_max=bytes_max) is None
     assert lane.is_over
     assert lane.received_bytes == len(stream)
     assert events.items == items
@@ -126,7 +145,7 @@ def test_what_our_client_sends_lands_without_being_decoded(data: st.DataObject) 
 @pytest.mark.parametrize("block", [BLOCK, 5000, 64 * KiB, 300_000, SLICE_BYTES_MAX])
 @pytest.mark.parametrize("step", [1000, 300 * KiB, 2 * MiB])
 def test_a_record_with_a_frame_of_its_own_is_checked_on_its_way(length: int, block: int, step: int) -> None:
-    lane = PutLane(REQUEST_ID, record_bytes=length, block_bytes=block)
+    lane = put_lane(REQUEST_ID, record_bytes=length, block_bytes=block)
     memory = [bytearray(length) for _ in range(3)]
     lane.expect([Landing(item, memoryview(data)) for item, data in enumerate(memory)])
     events = Events()
@@ -194,5 +213,69 @@ def test_a_damaged_header_is_the_readers_to_refuse() -> None:
 
 
 def test_only_records_of_one_slice() -> None:
-    assert PutLane.takes([Landing(0, memoryview(bytearray(SLICE_BYTES_MAX)))])
-    assert not PutLane.takes([Landing(0, memoryview(bytearray(SLICE_BYTES_MAX + 1)))])
+    assert takes([Landing(0, memoryview(bytearray(SLICE_BYTES_MAX)))])
+    assert not takes([Landing(0, memoryview(bytearray(SLICE_BYTES_MAX + 1)))])
+
+
+def test_the_end_of_the_stream_is_told_behind_what_came() -> None:
+    lane, _ = lane_for(64 * KiB, [[0], [1]])
+    with two_ends() as (near, far):
+        near.sendall(frame_of([0], 64 * KiB) + frame_of([1], 64 * KiB)[:1000])
+        near.close()
+        ended, came = lane.receive(far, MiB)
+        assert (ended, [items for items, _, _ in came]) == (MORE, [[0]])
+        assert lane.receive(far, MiB) == (CLOSED, [])
+    begun, landings = lane.take_apart()
+    assert begun == frame_of([1], 64 * KiB)[:1000]
+    assert [landing.item for landing in landings] == [1]
+
+
+def test_a_broken_connection_is_told_when_nothing_came() -> None:
+    lane, _ = lane_for(64 * KiB, [[0]])
+    with two_ends() as (_, far):
+        assert lane.receive(far, MiB) == (MORE, [])
+        gone = socket.socket(fileno=far.detach())
+        gone.shutdown(socket.SHUT_RDWR)
+        assert lane.receive(gone, MiB) == (CLOSED, [])
+        gone.close()
+        with pytest.raises((OSError, ValueError)):
+            lane.receive(gone, MiB)
+
+
+def test_memory_is_held_until_it_is_told_of() -> None:
+    memory = memoryview(bytearray(64 * KiB))
+    other = memoryview(bytearray(64 * KiB))
+    lane = put_lane(REQUEST_ID, record_bytes=64 * KiB, block_bytes=BLOCK)
+    lane.expect([Landing(0, memory), Landing(1, other)])
+    feed(lane, Events(), frame_of([0, 1], 64 * KiB)[:70_000], [])
+    lane.take_apart()
+    memory.release()
+    other.release()
+
+
+def test_one_defective_record_of_a_frame_is_told_apart(kind: str) -> None:
+    lane, _ = lane_for(64 * KiB, [[0, 1, 2]])
+    events = Events()
+    frame = bytearray(frame_of([0, 1, 2], 64 * KiB))
+    frame[-64 * KiB - 1] ^= 1  # the last byte of the second
+    assert feed(lane, events, bytes(frame), [30_000]) is None
+    assert events.items == [0, 1, 2]
+    # in Python such frames are checked by who is told
+    assert events.good == ([True, False, True] if kind == "compiled" else [False] * 3)
+
+
+def test_a_compiled_lane_refuses_what_it_cannot_hold(kind: str) -> None:
+    if kind != "compiled":
+        return
+    lane, _ = lane_for(64 * KiB, [[0]])
+    for landings in ([Landing(1, memoryview(bytearray(64 * KiB))), Landing(2, memoryview(bytearray(5)))], [(1,)], [7]):
+        with pytest.raises((ValueError, TypeError)):
+            lane.expect(landings)  # type: ignore[arg-type]
+    with pytest.raises(BufferError):
+        lane.expect([Landing(1, memoryview(bytes(64 * KiB)))])
+    made = _put_lane.Lane.__new__(_put_lane.Lane)
+    for call in (made.take_apart, lambda: made.expect([])):
+        with pytest.raises(ValueError, match="was not made"):
+            call()
+    _, landings = lane.take_apart()
+    assert [landing.item for landing in landings] == [0]

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.engine import _records
-from kvstore.transport import _exchange, _inflow
+from kvstore.transport import _exchange, _inflow, _put_lane
 from kvstore.types import _sums, compiled
 from kvstore.types.checksum import crc32c, crc_table
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS: tuple[ModuleType, ...] = (_sums, _records, _inflow, _exchange)
+PARTS: tuple[ModuleType, ...] = (_sums, _records, _inflow, _put_lane, _exchange)
 WAYS = [(part, way) for part in PARTS for way in part.crc_ways()]
 RFC_3720 = [
     (b"", 0),
