@@ -489,10 +489,10 @@ class Connection:
     def _forget_unheard(self) -> None:
         """Writers whose ids stand in an answer that the client has not taken: it can never write to them."""
         opened, client = self.opened, self.client
-        if opened is not None and client is not None and opened[0] == self.session.request_id:
-            if not self.channel.was_heard:
-                client.doom_unknown(opened[1])
-                self._plane.wake_engine()
+        if opened is None or client is None or opened[0] != self.session.request_id or self.channel.was_heard:
+            return
+        client.doom_unknown(opened[1])
+        self._plane.wake_engine()
 
     def greeted(self, client: Client, flow: FlowClass, features: Feature) -> None:
         """HELLO was accepted, and these features were agreed on."""
