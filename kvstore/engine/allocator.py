@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.device.base import Device
-from kvstore.engine.format import record_page_count
+from kvstore.engine.format import Entries, record_page_count
 from kvstore.engine.logrecord import COMMITS_PER_BLOCK
 from kvstore.engine.segment import OpenSegment, SegmentState, SegmentTable
 from kvstore.limits import (
@@ -268,6 +268,10 @@ class Allocator:
         self.table.set_state(segment, SegmentState.FREE)
         if self.over:
             self._give_back(segment)
+
+    def entries_of_unsealed(self, segment: int) -> Entries | None:
+        """The records of a segment of `unsealed`, which its own index does not list, or not all; None for others."""
+        return next((target.entries() for target in self.unsealed if target.segment == segment), None)
 
     def shrink(self) -> None:
         """Give free segments back while more have space than may."""

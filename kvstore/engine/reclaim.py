@@ -151,7 +151,11 @@ class Reclaimer:
         candidates = self.candidates()
         tick = eviction_tick(self._ledger.catalog.scores, victim, candidates) if len(candidates) else 0.0
         self._table.set_state(victim, SegmentState.EVICTING)
-        entries, complete = yield from read_index(self._queue, self._table, victim)
+        known = self._allocator.entries_of_unsealed(victim)
+        if known is not None:
+            entries, complete = known, True
+        else:
+            entries, complete = yield from read_index(self._queue, self._table, victim)
         locations = entry_locations(entries, victim)
         order = self._worthy(entries, locations, tick)
         if order is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from kvstore.device.base import IoOp, UrgentWrite
@@ -21,6 +22,8 @@ from kvstore.limits import DEVICE_IO_BYTES_MAX, PAGE_BYTES, WRITE_ATTEMPTS_MAX
 from kvstore.telemetry.metrics import EngineMetrics
 from kvstore.types.flow import FlowClass
 
+_log = logging.getLogger(__name__)
+
 
 class Sealer:
     """Seals closed segments, one job each."""
@@ -35,21 +38,39 @@ class Sealer:
     def seal(self, target: OpenSegment) -> Steps[None]:
         """Write the index of a closing segment whose records are all complete or given up.
 
-        Where the index cannot be written, the log goes on carrying the segment's commits until it is evicted.
+        Where the index cannot be written, or has no room behind the records, the log goes on carrying the segment's
+        commits until it is evicted. What stands at its end stays: an index that lists less than the log counts with it.
         """
         if target.segment in self._running:
             return
         self._running.add(target.segment)
-        error: OSError | None = None
-        for _ in range(WRITE_ATTEMPTS_MAX):
-            error = yield io(self._queue, self._ops(target))
-            if error is None:
+        is_sealed = False
+        for _ in range(WRITE_ATTEMPTS_MAX if self._has_room(target) else 0):
+            error: OSError | None = yield io(self._queue, self._ops(target))
+            is_sealed = error is None
+            if is_sealed:
                 break
         self._running.discard(target.segment)
         self._allocator.closing.remove(target)
         self._allocator.table.set_state(target.segment, SegmentState.SEALED)
-        if error is not None:
+        if not is_sealed:
             self._allocator.unsealed.append(target)
+
+    def _has_room(self, target: OpenSegment) -> bool:
+        """Whether the index begins behind the last record.
+
+        Room is kept for it (`OpenSegment.room_pages`), but drives were filled by builds that counted without commits
+        that are in the log alone: a restart lists those.
+        """
+        room_pages = self._allocator.table.segment_pages - 1 - target.next_page
+        if index_block_count(target.entry_count) <= room_pages:
+            return True
+        _log.warning(
+            "segment %d has no room for the index of its %d records: the log carries them until it is evicted",
+            target.segment,
+            target.entry_count,
+        )
+        return False
 
     def _ops(self, target: OpenSegment) -> Sequence[IoOp]:
         image = seal_image(
