@@ -2,8 +2,8 @@
 
 Operations wait in one FIFO per flow class; at most `depth` of them, and a bound of bytes, are on the drive. An idle one
 gets a little first and more with each completion: the first bytes are then on their way to who asked while the next are
-read, even where a drive (or the host of a virtual one) tells of all it was given at once. Counts, latency and health
-are kept here, because every operation of the drive passes by.
+read, even where a drive (or the host of a virtual one) tells of all it was given at once (see `pace`). Counts, latency
+and health are kept here, because every operation of the drive passes by.
 
 An urgent write goes past what waits in classes, and past the bound of bytes: it holds commit records, or frees a
 segment, and many wait for it. The bound is higher while nobody waits for a read: a drive that is given its next write
@@ -23,11 +23,10 @@ from typing import Final, Protocol
 
 from kvstore.device.base import Device, IoKind, IoOp
 from kvstore.device.health import DriveHealth, HealthMonitor, Transition
+from kvstore.device.pace import Pace
 from kvstore.device.scattered import ScatteredRead
 from kvstore.errors import InvalidRequest, Overloaded
 from kvstore.limits import (
-    DRIVE_BYTES_AT_FIRST,
-    DRIVE_BYTES_IN_FLIGHT_MAX,
     DRIVE_WRITE_BYTES_IN_FLIGHT_MAX,
     QUEUE_DEPTH_DEFAULT,
     QUEUE_DEPTH_MAX,
@@ -82,8 +81,8 @@ class DispatchQueue:
     Args:
         device: the drive; the queue does not own it.
         depth: operations on the drive at one time, each extent of a scattered read counted. The bytes of all but the
-            last of them stay below DRIVE_BYTES_IN_FLIGHT_MAX, and below DRIVE_BYTES_AT_FIRST until one has completed;
-            while no read waits, or is waited for, below DRIVE_WRITE_BYTES_IN_FLIGHT_MAX.
+            last of them stay below what `Pace` says; while no read waits, or is waited for, below
+            DRIVE_WRITE_BYTES_IN_FLIGHT_MAX.
         policy: order between classes.
         metrics: where counts go.
         health: judge of the drive's errors.
@@ -112,7 +111,8 @@ class DispatchQueue:
         self.in_flight = 0
         self.in_flight_bytes = 0
         self.queued = 0
-        self._bytes_max = DRIVE_BYTES_AT_FIRST
+        self._waiting_bytes = 0  # of what is not urgent
+        self._pace = Pace()
         self.started_by_flow = [0] * len(FLOWS)
         self.in_flight_by_flow = [0] * len(FLOWS)
         self._queues: list[deque[IoOp]] = [deque() for _ in FLOWS]
@@ -144,6 +144,7 @@ class DispatchQueue:
             self._urgent.append(op)
         else:
             self._queues[flow].append(op)
+            self._waiting_bytes += op.length_bytes
             if kind is _READ:
                 self._reads += op.extent_count
         self.queued += op.extent_count
@@ -153,7 +154,8 @@ class DispatchQueue:
         if not self.queued:
             return
         room = min(self.depth - self.in_flight, self.queued)
-        bytes_max = self._bytes_max if self._reads else DRIVE_WRITE_BYTES_IN_FLIGHT_MAX
+        waiting_bytes = self._waiting_bytes
+        bytes_max = self._pace.bytes_max(waiting_bytes) if self._reads else DRIVE_WRITE_BYTES_IN_FLIGHT_MAX
         bytes_room = bytes_left = bytes_max - self.in_flight_bytes
         urgent = self._urgent
         if room <= 0 or (bytes_room <= 0 and not urgent):
@@ -173,9 +175,13 @@ class DispatchQueue:
             total += 1
         queues = self._queues
         waiting = [flow for flow in FLOWS if queues[flow]]
-        pick = self.policy.pick if len(waiting) > 1 else None
+        pick = None
+        if len(waiting) > 1:
+            pick = self.policy.pick
+            self._pace.shared(now_ns)
         flow = waiting[0] if waiting else _BACKGROUND
-        while room and bytes_left > 0:
+        kept_bytes = self._pace.kept_back(waiting_bytes, bytes_left) if self._reads else 0
+        while room and bytes_left > 0 and (not kept_bytes or waiting_bytes > kept_bytes):
             if pick is not None:
                 flow = pick(queues)
             op = queues[flow][0]
@@ -185,6 +191,7 @@ class DispatchQueue:
                 op = self._cut(queues[flow], room, bytes_left)
             op.submitted_ns = now_ns
             bytes_left -= op.length_bytes
+            waiting_bytes -= op.length_bytes
             count = op.extent_count
             started[flow] += count
             in_flight[flow] += count
@@ -193,6 +200,7 @@ class DispatchQueue:
             batch.append(op)
             room -= count
             total += count
+        self._waiting_bytes = waiting_bytes
         self.queued -= total
         self.in_flight += total
         self.in_flight_bytes += bytes_room - bytes_left
@@ -230,14 +238,18 @@ class DispatchQueue:
         """Collect completions, start more; returns what completed, with `error` and `done_bytes` set. Never blocks."""
         done = self.device.poll()
         if done:
-            self._account(done, self._clock())
-            self._bytes_max = min(2 * self._bytes_max, DRIVE_BYTES_IN_FLIGHT_MAX)
+            now_ns = self._clock()
+            self._account(done, now_ns)
+            stands = self.queued > 0 and not self.in_flight
+            if stands and sum(map(bool, self._queues)) > 1:
+                self._pace.shared(now_ns)
+            self._pace.answered(stands=stands, now_ns=now_ns)
             if self._parts:
                 done = self._join(done)
         if self.queued:
             self.start()
         elif not self.in_flight:
-            self._bytes_max = DRIVE_BYTES_AT_FIRST
+            self._pace.rested()
         return done
 
     def _account(self, done: Sequence[IoOp], now_ns: int) -> None:
@@ -323,6 +335,7 @@ class DispatchQueue:
             queue.clear()
             queue.extend(begun)
         self.queued = sum(self.queued_by_flow())
+        self._waiting_bytes = sum(_bytes_left(op) for queue in self._queues for op in queue)
         return batch
 
     def update_gauges(self) -> None:
@@ -336,3 +349,8 @@ class DispatchQueue:
 def _extents_left(op: IoOp) -> int:
     """Operations of the drive that have not been started."""
     return op.extent_count - (op.begun if isinstance(op, ScatteredRead) else 0)
+
+
+def _bytes_left(op: IoOp) -> int:
+    """Bytes that are on no drive yet."""
+    return op.length_bytes - (op.begun_bytes if isinstance(op, ScatteredRead) else 0)

@@ -28,10 +28,10 @@ class ScatteredRead(IoOp):
         faults: (bytes that came, error or None) by number of each extent that did not come whole, after completion;
             None without any.
         whole: what this is a part of, see `cut`; `first` is the number of its first extent there.
-        begun: extents that were cut off so far.
+        begun, begun_bytes: extents that were cut off so far, and their bytes.
     """
 
-    __slots__ = ("_begun_bytes", "_parts", "begun", "extent_count", "faults", "first", "lengths", "offsets", "whole")
+    __slots__ = ("_parts", "begun", "begun_bytes", "extent_count", "faults", "first", "lengths", "offsets", "whole")
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ScatteredRead(IoOp):
         self.extent_count = len(offsets)
         self.faults: dict[int, tuple[int, OSError | None]] | None = None
         self.whole: ScatteredRead | None = None
-        self.first = self.begun = self._begun_bytes = self._parts = 0
+        self.first = self.begun = self.begun_bytes = self._parts = 0
 
     def fitting(self, count_max: int, bytes_room: int) -> int:
         """How many of the extents that were not cut off fit: all but the last of them end below `bytes_room`."""
@@ -76,7 +76,7 @@ class ScatteredRead(IoOp):
 
         From the first cut on the whole is only what its parts are joined to: it goes to no drive itself.
         """
-        at, start = self.begun, self._begun_bytes
+        at, start = self.begun, self.begun_bytes
         if not at:
             self.done_bytes = 0
             self.faults = None
@@ -88,7 +88,7 @@ class ScatteredRead(IoOp):
         part.whole = self
         part.first = at
         self.begun = at + count
-        self._begun_bytes = end
+        self.begun_bytes = end
         self._parts += 1
         return part
 
@@ -101,7 +101,7 @@ class ScatteredRead(IoOp):
         if self._parts or self.begun < self.extent_count:
             return False
         self.submitted_ns = part.submitted_ns
-        self.begun = self._begun_bytes = 0
+        self.begun = self.begun_bytes = 0
         return True
 
     def extent(self, number: int) -> IoOp:

@@ -74,20 +74,23 @@ class PlaceCall(PieceCall):
         super().release()
 
     def _place(self) -> None:
-        """Places about one frame's worth of pieces, and tells of them."""
+        """Places about one frame's worth of pieces, and tells of them; all that lie in their places already."""
         slices: list[Slice] = []
         payload: list[memoryview] = []
         placed: list[ReadyItem] = []
-        total = 0
-        pieces = self._pieces
-        while pieces and len(slices) < SLICES_PER_FRAME_MAX and (not slices or total < FRAME_AIM_BYTES):
+        total = to_move = 0
+        pieces, shared = self._pieces, self._shared
+        while pieces and len(slices) < SLICES_PER_FRAME_MAX and (not slices or to_move < FRAME_AIM_BYTES):
             item = pieces.popleft()
             placed.append(item)
-            total += len(item.data)
+            length = len(item.data)
+            total += length
+            if shared is None or not shared.is_in_place(item.index, item.data):
+                to_move += length
             _cut(item, slices, payload)
             if item.last:
                 self._statuses[item.index] = 0
-        connection, shared = self.connection, self._shared
+        connection = self.connection
 
         def release() -> None:
             for one in placed:

@@ -225,6 +225,10 @@ class ShmNodeChannel(TcpNodeChannel):
     def cancelled_late(self, request_id: int) -> None:
         """See `PlaceChannel`."""
 
+    def is_in_place(self, item: int, data: memoryview) -> bool:
+        """Whether a piece of an item of the last GET_INTO was read into its place: it need not be moved there."""
+        return data.obj is self._places[item].obj
+
     # --- NodeChannel ------------------------------------------------------------------------------------------------
     def deliver(
         self,

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import limits
+from kvstore.device import pace
 from kvstore.device import queue as dispatch
 from kvstore.device.base import IoKind, IoOp, UrgentWrite
 from kvstore.device.health import DriveHealth, HealthMonitor
@@ -56,15 +57,17 @@ def test_the_depth_is_a_cap_and_order_is_kept(drive: FaultyDevice) -> None:
 
 
 def test_an_idle_drive_gets_little_first_and_more_with_each_completion(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "DRIVE_BYTES_AT_FIRST", 2 * PAGE)
-    monkeypatch.setattr(dispatch, "DRIVE_BYTES_IN_FLIGHT_MAX", 5 * PAGE)
+    monkeypatch.setattr(pace, "DRIVE_BYTES_AT_FIRST", 2 * PAGE)
+    monkeypatch.setattr(pace, "DRIVE_BYTES_IN_FLIGHT_MAX", 5 * PAGE)
     device = FaultyDevice(MemoryDevice(size_bytes=MIB))
     queue = DispatchQueue(device, 100)
     device.hold()
-    for op in reads(20):
+    for op in reads(8):
         queue.submit(op)
     queue.start()
     assert queue.in_flight == 2
+    for op in reads(12):
+        queue.submit(op)
     device.release(2)
     queue.pump()
     assert queue.in_flight == 4
@@ -75,7 +78,7 @@ def test_an_idle_drive_gets_little_first_and_more_with_each_completion(monkeypat
     while queue.queued or queue.in_flight:
         queue.pump()
     device.hold()
-    for op in reads(20):
+    for op in reads(8):
         queue.submit(op)
     queue.start()
     assert queue.in_flight == 2, "it was idle"
@@ -86,8 +89,9 @@ def test_an_idle_drive_gets_little_first_and_more_with_each_completion(monkeypat
 
 
 def test_an_operation_above_the_bound_of_bytes_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "DRIVE_BYTES_AT_FIRST", PAGE)
-    monkeypatch.setattr(dispatch, "DRIVE_BYTES_IN_FLIGHT_MAX", PAGE)
+    monkeypatch.setattr(pace, "DRIVE_BYTES_AT_FIRST", PAGE)
+    monkeypatch.setattr(pace, "DRIVE_BYTES_IN_FLIGHT_MAX", PAGE)
+    monkeypatch.setattr(pace, "DRIVE_BYTES_IN_GROUPS_MAX", PAGE)
     device = FaultyDevice(MemoryDevice(size_bytes=MIB))
     queue = DispatchQueue(device, 100)
     device.hold()
@@ -146,8 +150,9 @@ def test_a_flood_of_short_records_takes_turns_with_reads(drive: FaultyDevice) ->
 def test_more_bytes_of_writes_are_on_the_drive_while_no_read_waits(
     flow: FlowClass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "DRIVE_BYTES_AT_FIRST", PAGE)
-    monkeypatch.setattr(dispatch, "DRIVE_BYTES_IN_FLIGHT_MAX", PAGE)
+    monkeypatch.setattr(pace, "DRIVE_BYTES_AT_FIRST", PAGE)
+    monkeypatch.setattr(pace, "DRIVE_BYTES_IN_FLIGHT_MAX", PAGE)
+    monkeypatch.setattr(pace, "DRIVE_BYTES_IN_GROUPS_MAX", PAGE)
     monkeypatch.setattr(dispatch, "DRIVE_WRITE_BYTES_IN_FLIGHT_MAX", 3 * PAGE)
     device = FaultyDevice(MemoryDevice(size_bytes=MIB))
     queue = DispatchQueue(device, 100)
@@ -227,8 +232,8 @@ def test_a_scattered_read_counts_as_its_extents(drive: FaultyDevice) -> None:
 
 
 def test_a_scattered_read_without_room_is_cut(drive: FaultyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "DRIVE_BYTES_AT_FIRST", 3 * PAGE)
-    monkeypatch.setattr(dispatch, "DRIVE_BYTES_IN_FLIGHT_MAX", 100 * PAGE)
+    monkeypatch.setattr(pace, "DRIVE_BYTES_AT_FIRST", 3 * PAGE)
+    monkeypatch.setattr(pace, "DRIVE_BYTES_IN_FLIGHT_MAX", 100 * PAGE)
     queue = DispatchQueue(drive, 4)
     drive.inject(Fault(action=FaultAction.ERROR, kind=IoKind.READ, start=30 * PAGE, end=31 * PAGE))
     drive.hold()
