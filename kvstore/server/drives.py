@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvstore.device.health import DriveHealth
 from kvstore.engine.api import Engine
@@ -27,12 +29,57 @@ _PROGRESS_NS = 5 * SECOND_NS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFile:
+    """Which file a store lies in: another one may be found under its path later, or none."""
+
+    path: Path
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, drive: str) -> StoreFile | None:
+        """That of a drive as it is now; None for a raw device, and where it cannot be asked for."""
+        path = data_file(drive)
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        return cls(path=path, device=found.st_dev, inode=found.st_ino) if stat.S_ISREG(found.st_mode) else None
+
+    def is_there(self) -> bool:
+        """Whether it can still be found; True where that cannot be told."""
+        try:
+            found = self.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+        return (found.st_dev, found.st_ino) == (self.device, self.inode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Drive:
-    """One drive with its store. `id` is the target's name, which stays with the drive wherever it is plugged in."""
+    """One drive with its store.
+
+    Attributes:
+        id: the target's name, which stays with the drive wherever it is plugged in.
+        file: of its store, as it was when that was opened; None on a raw device.
+    """
 
     id: str
     path: str
     engine: DriveEngine
+    file: StoreFile | None = None
+
+    @property
+    def loss(self) -> str:
+        """Why what it holds is lost when the worker ends, and what to do; "" when it is not."""
+        if self.file is None or self.file.is_there():
+            return ""
+        return (
+            f"{self.file.path} was removed or replaced while it is in use: what it holds is served on, and is lost "
+            "when this process ends; hand it on with `kvstore drain`, or copy it away, then start the node again"
+        )
 
     def describe(self) -> dict[str, Plain]:
         """How it is, for people."""
@@ -44,6 +91,8 @@ class Drive:
             state = "read-only" if read_only else "failed"
             fix = "mount it for writing" if read_only else "replace it; its chunks are misses meanwhile"
             detail = f"{engine.health_reason or engine.store.log.failed}; {fix}"
+        elif loss := self.loss:
+            state, detail = "suspect", loss
         elif health is DriveHealth.SUSPECT:
             state, detail = "suspect", f"{engine.health_reason}; it may be dying"
         elif engine.store.allocator.is_short_of_space:
@@ -104,7 +153,8 @@ def open_drives(launch: WorkerLaunch) -> tuple[list[Drive], list[DriveFault]]:
                 continue
             opened.callback(engine.close, within_ns=0)
             engine.store.scrubber.bytes_second = launch.scrub_bytes_second
-            drives.append(Drive(id=engine.store.superblock.disk_id.hex(), path=path, engine=engine))
+            disk_id = engine.store.superblock.disk_id.hex()
+            drives.append(Drive(id=disk_id, path=path, engine=engine, file=StoreFile.of(path)))
         if first is not None and not drives:
             raise first
         opened.pop_all()

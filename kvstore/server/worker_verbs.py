@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -28,6 +29,8 @@ from kvstore.telemetry.process import measure
 from kvstore.telemetry.registry import Registry
 from kvstore.types.results import MissReason
 from kvstore.wire.codec import Plain, pack_plain
+
+log = logging.getLogger(__name__)
 
 Arguments = Mapping[str, Plain]
 
@@ -130,6 +133,7 @@ class WorkerVerbs:
         """
         self._started = started
         self._worker: WorkerControl | None = None
+        self._lost: set[str] = set()
         self._verbs: dict[str, Callable[[Arguments], Plain]] = {
             "ready": self._ready,
             "stats": self._stats,
@@ -189,6 +193,8 @@ class WorkerVerbs:
         started = self._started
         for drive in started.drives:
             drive.engine.update_gauges(self._control.now_ns)
+            if drive.loss:
+                drive.engine.device_metrics.healthy = 0
         measure(started.process)
         # a snapshot is plain data: maps of numbers, text and lists
         metrics: dict[str, Plain] = {name: dict(room) for name, room in started.registry.snapshot().items()}
@@ -207,7 +213,15 @@ class WorkerVerbs:
         ]
         return served + faults
 
+    def _tell_of_losses(self) -> None:
+        """Each drive whose file is gone is told of once."""
+        for drive in self._started.drives:
+            if drive.path not in self._lost and (loss := drive.loss):
+                self._lost.add(drive.path)
+                log.error("drive %s: %s", drive.path, loss)
+
     def _pulse(self, _: Arguments) -> Plain:
+        self._tell_of_losses()
         counts = self._control.moved()
         return {
             "sent_bytes": counts.sent_bytes,

@@ -233,7 +233,11 @@ class DeviceMetrics:
     mode: str = info("kvstore_device_mode", "How bytes are moved: uring, threads or memory", label="mode")
     mode_reason: str = info("kvstore_device_mode", "How bytes are moved: uring, threads or memory", label="reason")
     direct_io: int = gauge("kvstore_device_direct_io", "1 when the page cache is bypassed", merge=Merge.MIN)
-    healthy: int = gauge("kvstore_device_healthy", "0 when the drive failed too often to be trusted", merge=Merge.MIN)
+    healthy: int = gauge(
+        "kvstore_device_healthy",
+        "0 when the drive failed too often to be trusted, or its file was removed",
+        merge=Merge.MIN,
+    )
     queue_depth: int = gauge("kvstore_device_queue_depth", "Operations the drive may have in flight")
     in_flight: int = gauge("kvstore_device_in_flight", "Operations in flight")
     queued: int = gauge("kvstore_device_queued", "Operations that wait in the dispatch queue")
