@@ -51,7 +51,7 @@ def fate_of(catalog: Catalog, key16: bytes, *, tick: int, left_ns: int, received
         return pending(received=received)
     if event is not None:
         return gone(event, ago_ticks=max(tick - event.tick, 0))
-    return unknown(remembered=len(catalog.history))
+    return unknown(remembered=len(catalog.history), is_kept=catalog.history.is_kept)
 
 
 def stored(location: int, *, ago_ticks: int) -> KeyFate:
@@ -80,10 +80,17 @@ def gone(event: Event, *, ago_ticks: int) -> KeyFate:
     return KeyFate(status=status, text=words.format(ago=_ago(ago_ns)), ago_ns=ago_ns)
 
 
-def unknown(*, remembered: int) -> KeyFate:
-    """Nothing is known of it."""
+def unknown(*, remembered: int, is_kept: bool = True) -> KeyFate:
+    """Nothing is known of it.
+
+    Args:
+        remembered: events of which the drive knows.
+        is_kept: they are kept over a restart.
+    """
     since = "this drive was opened"  # nothing was remembered over the restart either
-    if remembered:
+    if not is_kept:
+        since += ": one without a folder, as a raw device, keeps no history over a restart"
+    elif remembered:
         since = f"the last {remembered} event{'s' if remembered > 1 else ''} that this drive remembers"
     return KeyFate(status=MissReason.ABSENT, text=f"never written here, or gone before {since}", ago_ns=0)
 

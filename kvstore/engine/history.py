@@ -45,6 +45,7 @@ class History:
 
     Attributes:
         noted: how many events there were since it was made.
+        is_kept: it is kept over a restart, see `HistoryFile`.
     """
 
     def __init__(self, entries_max: int = HISTORY_ENTRIES_MAX, *, seed: int | None = None) -> None:
@@ -53,6 +54,7 @@ class History:
         self._fates: U8 = np.zeros(entries_max, dtype=np.uint8)
         self._ticks = np.zeros(entries_max, dtype=np.uint32)
         self.noted = 0
+        self.is_kept = True
         self._next = 0
         self._is_full = False  # entries are used for the second time
         self._places = Index(entries_max * 2, seed=seed)  # key -> ring position + 1

@@ -58,6 +58,7 @@ class HistoryFile:
         """
         self._path = path
         self._history = history
+        history.is_kept = path is not None
         self._disk_id = disk_id
         self._saved = history.noted
         self._next_ns = 0

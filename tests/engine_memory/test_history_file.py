@@ -141,3 +141,11 @@ def test_a_full_history_fits_its_bound() -> None:
     assert History(seed=1).restore(data[28:])
     assert not history.restore(b"\0" * 21), "no such fate"
     assert not history.restore(b"\0")
+
+
+def test_a_drive_without_a_folder_says_that_it_remembers_nothing_over_a_restart(tmp_path: Path) -> None:
+    for place, said in ((tmp_path, "this drive was opened"), (tmp_path / "file", "keeps no history over a restart")):
+        engine = DriveEngine.open(place, SETTINGS, now_ns=1)
+        ref = engine.add_namespace(MANIFEST)
+        assert said in engine.explain(ref, key(1))[0].text
+        engine.close()

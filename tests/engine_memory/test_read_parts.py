@@ -500,6 +500,8 @@ def test_explanations_say_what_happened_and_roughly_when() -> None:
     assert gone(Event(fate=Fate.QUARANTINED, tick=1), ago_ticks=0).status == MissReason.CORRUPT
     assert gone(Event(fate=Fate.DELETED, tick=1), ago_ticks=300 * second).text == "deleted about 5 minutes ago"
     assert unknown(remembered=12).status == MissReason.ABSENT
+    assert "the last 12 events" in unknown(remembered=12).text
+    assert "as a raw device, keeps no history over a restart" in unknown(remembered=12, is_kept=False).text
 
 
 def test_waits_end_when_nothing_is_pending_or_at_their_deadline() -> None:
