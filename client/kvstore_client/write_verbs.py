@@ -183,7 +183,10 @@ def drop(core: ClientCore, namespace: Namespace, manifest: Manifest, deadline_ns
     if jobs:
         yield from attempt(core, jobs)
     here = set(core.target_ids())
-    return failure or next((job.failure for job in jobs if job.failure is not None and job.target in here), None)
+    uneven = next((job.failure for job in jobs if job.failure is not None and job.target in here), None)
+    if isinstance(uneven, InvalidRequest):  # not the caller's: it is dropped there, and counted far less often
+        uneven = Unavailable(f"all have dropped it, and a target does not count as many drops as others: {uneven}")
+    return failure or uneven
 
 
 def _drop_job(

@@ -40,6 +40,8 @@ from kvstore.wire.replicas import Heads, HeadsReply
 log = logging.getLogger(__name__)
 
 _KEY: Final = "drops"
+_TOLD_KEY: Final = "drops/told"
+"""By manifest the workers that have dropped it, by their drives: not again, see `PendingDrops.make_up`."""
 
 
 class Record(Protocol):
@@ -87,7 +89,6 @@ class PendingDrops:
 
     def __init__(self, record: Record | None) -> None:
         self._record = record
-        self._made_up: dict[bytes, set[WorkerHandle]] = {}  # by manifest, who has dropped it: not again, see `make_up`
         self._making_up = asyncio.Lock()
 
     def add(self, manifest: bytes) -> None:
@@ -101,8 +102,8 @@ class PendingDrops:
                 f"{len(kept)} drops wait for a drive of this node, more than fit into {CLUSTER_VALUE_BYTES_MAX} bytes; "
                 "drop it again when a drive serves"
             )
+        self._keep_told(manifest, set())
         self._record.put(_KEY, text)
-        self._made_up.pop(manifest, None)
 
     async def make_up(self, workers: Sequence[WorkerHandle]) -> None:
         """A worker serves: tell all that have not been told, and forget what each has done.
@@ -112,13 +113,13 @@ class PendingDrops:
         async with self._making_up:
             for manifest in self._manifests():
                 order = DropOrder(tenant="", namespace=digest(manifest), manifest=manifest)
-                told = self._made_up.setdefault(manifest, set())
-                places = {
-                    worker: _own(f"worker {at}", worker) for at, worker in enumerate(workers) if worker not in told
-                }
+                told = self._told(manifest)
+                names = {_name_of(worker): worker for worker in workers}
+                places = {name: _own(f"worker {name}", names[name]) for name in names if name not in told}
                 await asyncio.gather(*(_drop_at(place, order, CONTROL_DEADLINE_NS) for place in places.values()))
-                told.update(worker for worker, place in places.items() if place.is_dropped)
-                if not told.issuperset(workers):
+                told.update(name for name, place in places.items() if place.is_dropped)
+                if not told.issuperset(names):
+                    self._keep_told(manifest, told)
                     return
                 log.warning(
                     "a namespace was dropped while no drive served; it is dropped on %s workers now", len(workers)
@@ -127,12 +128,28 @@ class PendingDrops:
 
     def _forget(self, manifest: bytes) -> None:
         assert self._record is not None, "it was kept there"
-        self._made_up.pop(manifest, None)
         left = [base64.b64encode(one).decode() for one in self._manifests() if one != manifest]
         try:
             self._record.put(_KEY, json.dumps(left))
+            self._keep_told(manifest, set())
         except Unavailable as error:
             log.warning("a drop that was made up for will be made once more: %s", error)
+
+    def _told(self, manifest: bytes) -> set[str]:
+        """The workers that have dropped it, also by an earlier life of this process."""
+        return set(self._all_told().get(base64.b64encode(manifest).decode(), ()))
+
+    def _keep_told(self, manifest: bytes, told: set[str]) -> None:
+        everybody = self._all_told()
+        everybody.pop(base64.b64encode(manifest).decode(), None)
+        if told:
+            everybody[base64.b64encode(manifest).decode()] = sorted(told)
+        if self._record is not None and everybody != self._all_told():
+            self._record.put(_TOLD_KEY, json.dumps(everybody))
+
+    def _all_told(self) -> dict[str, list[str]]:
+        text = (self._record.get(_TOLD_KEY) if self._record is not None else None) or "{}"
+        return dict(json.loads(text))
 
     def _manifests(self) -> list[bytes]:
         text = (self._record.get(_KEY) if self._record is not None else None) or "[]"
@@ -188,6 +205,11 @@ async def drop_everywhere(
         raise Unavailable(f"nobody who answers knows the namespace ({words}); drop it by its manifest")
     pending.add(order.manifest)
     return Dropped(dropped=True, unreached=unreached)
+
+
+def _name_of(worker: WorkerHandle) -> str:
+    """The same over restarts, as long as it has the same drives."""
+    return ",".join(worker.data_dirs)
 
 
 def _check(order: DropOrder) -> None:

@@ -14,8 +14,14 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvstore import limits
-from kvstore.errors import KVStoreError, UnknownNamespace
-from kvstore.limits import BATCH_ITEMS_MAX, FRAME_PAYLOAD_BYTES_MAX, INLINE_PUT_BYTES_MAX, SLICE_BYTES_MAX
+from kvstore.errors import InvalidRequest, KVStoreError, UnknownNamespace
+from kvstore.limits import (
+    BATCH_ITEMS_MAX,
+    DROPS_AHEAD_MAX,
+    FRAME_PAYLOAD_BYTES_MAX,
+    INLINE_PUT_BYTES_MAX,
+    SLICE_BYTES_MAX,
+)
 from kvstore.types.checksum import crc_table
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Manifest as StoredManifest
@@ -56,11 +62,13 @@ class ScriptedNode:
     Attributes:
         script: Called with the link and the frame before each request is answered; returns True when it answered.
         corrupt: Called with each outgoing DATA frame's parts; may change them.
+        generation: That the last DROP has begun; 0 does not say.
         is_brief: Answers a GET of whole records that are all hits with one final DATA frame.
         calls: Verbs in the order in which they came.
     """
 
     records: dict[tuple[bytes, bytes], StoredRecord] = field(default_factory=dict)
+    generation: int = 0
     manifests: set[bytes] = field(default_factory=set)
     wanted_copies: dict[bytes, int] = field(default_factory=dict)
     pulls: list[Pull] = field(default_factory=list)
@@ -288,7 +296,12 @@ class Link:
         self._require(message.namespace)
         for key in [key for key in self.node.records if key[0] == message.namespace]:
             del self.node.records[key]
-        self.send(frame, m.End())
+        node = self.node
+        if message.generation > node.generation + DROPS_AHEAD_MAX:
+            raise InvalidRequest(f"DROP begins generation {message.generation}, too far from {node.generation}")
+        if node.generation:  # else it does not say
+            node.generation = max(node.generation + 1, message.generation)
+        self.send(frame, m.End(value=node.generation))
 
     def _prefetch(self, frame: Frame, message: m.Prefetch) -> None:
         statuses = self._statuses(message.namespace, message.keys)

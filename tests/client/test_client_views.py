@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.cluster.view import View
 from kvstore.errors import StaleView, Unavailable
-from kvstore.limits import PLACE_SILENCE_NS, PULL_NS_MAX, SECOND_NS, VIEW_OLDER_NS
+from kvstore.limits import DROPS_AHEAD_MAX, PLACE_SILENCE_NS, PULL_NS_MAX, SECOND_NS, VIEW_OLDER_NS
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import MissReason
@@ -170,6 +170,17 @@ def test_what_is_deleted_or_dropped_by_an_old_view_is_gone_from_the_new_places_t
             assert behind.namespace(dropped).drop()
             assert not any(client.namespace(dropped).contains(dropped_keys))
             assert not any(one.records for one in cluster.nodes)
+
+
+@pytest.mark.parametrize("ahead", [5, 2 * DROPS_AHEAD_MAX])
+def test_a_drop_is_false_where_one_counts_far_fewer_drops_than_others(cluster, ahead) -> None:
+    for node, generation in zip(cluster.nodes, (ahead, 1, ahead), strict=True):
+        node.generation = generation
+    with KVClient.connect(cluster.nodes[0].address) as client:
+        client.namespace(NAMESPACE).put(KEYS, PAYLOADS)
+        assert client.namespace(NAMESPACE).drop() is (ahead < DROPS_AHEAD_MAX)
+        assert not any(client.namespace(NAMESPACE).contains(KEYS)), "it is dropped all the same"
+    assert cluster.nodes[1].generation == (ahead + 1 if ahead < DROPS_AHEAD_MAX else 2)
 
 
 @pytest.mark.parametrize("refuses", [False, True])

@@ -30,8 +30,9 @@ class MemoryRecord:
 class ScriptedWorker:
     """Counts the drops that it is told of, and is away at first where a test says so."""
 
-    def __init__(self, *, is_away: bool) -> None:
+    def __init__(self, *, is_away: bool, drive: str) -> None:
         self.is_away = is_away
+        self.data_dirs = (drive,)
         self.drops = 0
 
     @property
@@ -48,7 +49,7 @@ class ScriptedWorker:
 def test_a_worker_that_has_dropped_it_is_not_told_again_when_another_comes_back() -> None:
     pending = PendingDrops(MemoryRecord())
     pending.add(GONE.manifest())
-    first, second = ScriptedWorker(is_away=False), ScriptedWorker(is_away=True)
+    first, second = ScriptedWorker(is_away=False, drive="a"), ScriptedWorker(is_away=True, drive="b")
     workers = [cast("WorkerHandle", one) for one in (first, second)]
     asyncio.run(pending.make_up(workers))
     second.is_away = False
@@ -57,3 +58,14 @@ def test_a_worker_that_has_dropped_it_is_not_told_again_when_another_comes_back(
     pending.add(GONE.manifest())
     asyncio.run(pending.make_up(workers))
     assert (first.drops, second.drops) == (2, 2), "another drop"
+
+
+def test_a_worker_that_has_dropped_it_is_not_told_again_after_a_restart_of_the_supervisor() -> None:
+    record = MemoryRecord()
+    PendingDrops(record).add(GONE.manifest())
+    told = []
+    for is_away in (True, False, False):
+        first, second = ScriptedWorker(is_away=False, drive="a"), ScriptedWorker(is_away=is_away, drive="b")
+        asyncio.run(PendingDrops(record).make_up([cast("WorkerHandle", one) for one in (first, second)]))
+        told.append((first.drops, second.drops))
+    assert told == [(1, 0), (0, 1), (0, 0)], "each once"
