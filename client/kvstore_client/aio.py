@@ -181,8 +181,10 @@ class AsyncNamespace(NamespaceKeys):
         """As `BoundNamespace.get_into`. A cancelled call leaves the buffers undefined, and alone."""
         session = self._client.session()
         until_ns = self._deadline_ns(deadline)
+        is_soft = False
         if soft_deadline is not None:
-            until_ns = min(until_ns, self._deadline_ns(soft_deadline, name="soft_deadline"))
+            soft_ns = self._deadline_ns(soft_deadline, name="soft_deadline")
+            is_soft, until_ns = soft_ns < until_ns, min(soft_ns, until_ns)
         chain = as_chain(keys, chunks_per_run=self.layout.chunks_per_run)
         refuse_repeated(buffers)
         shape = self._shape(len(chain), shards=shards, part=part, layers=layers, ranges=ranges)
@@ -190,7 +192,7 @@ class AsyncNamespace(NamespaceKeys):
         results = await session.driver.run(
             self._load(session.core, shape, chain, rows, accept_pending=accept_pending, until_ns=until_ns)
         )
-        if soft_deadline is not None and time.monotonic_ns() >= until_ns:
+        if is_soft and time.monotonic_ns() >= until_ns:
             session.core.counters.soft_deadlines += 1
         return results
 

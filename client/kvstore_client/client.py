@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ from kvstore_client.stats import Counters
 from kvstore_client.writer import Session
 
 __all__ = ["BoundNamespace", "KVClient", "client_options"]
+
+_log = logging.getLogger(__name__)
 
 
 class KVClient:
@@ -137,6 +140,12 @@ class KVClient:
                 shared = session.core.memory.allocate(length_bytes, prefault=prefault)
                 if shared is not None:
                     return shared
+            if self.options.transport is Transport.SHM:
+                _log.warning(
+                    "alloc: %d bytes are private memory although transport is shm: no node on this host can be "
+                    "reached, or there is no room for more shared memory; each transfer costs one more copy",
+                    length_bytes,
+                )
         return allocate(length_bytes, prefault=prefault)
 
     @property

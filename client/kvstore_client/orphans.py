@@ -28,6 +28,8 @@ def are_in_no_call(threads: set[int]) -> set[int]:
     """
     frames = sys._current_frames()  # what other threads do is told by nothing else
     own = threading.get_ident()
+    if own not in frames:
+        return set()  # these are greenlets' identifiers, as with gevent's: of those that wait no frame is told
     return {one for one in threads if not _may_hold(frames.get(one), is_own=one == own)}
 
 

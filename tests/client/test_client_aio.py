@@ -191,6 +191,9 @@ def test_deadlines_breaks_and_restarts(node, opaque) -> None:
                 await ns.get_into(keys, [bytearray(SIZE) for _ in range(4)], soft_deadline=0.1)
                 == [Miss(MissReason.DEADLINE)] * 4
             )
+            hard = await ns.get_into(keys, [bytearray(SIZE) for _ in keys], deadline=0.1, soft_deadline=60)
+            assert hard == [Miss(MissReason.DEADLINE)] * 4
+            assert client.stats()["soft_deadlines"] == 1, "not of a call that ended at its other deadline"
             hold.set()
             node.stop()
             assert set(await ns.get_into(keys, [bytearray(SIZE) for _ in range(4)])) == {Miss(MissReason.UNAVAILABLE)}

@@ -13,6 +13,7 @@ from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore_client import Hit, KVClient
 from kvstore_client.loads import Begun
+from kvstore_client.orphans import are_in_no_call
 from kvstore_client.straight import handing_over
 from kvstore_client.target import TargetLink
 
@@ -130,3 +131,15 @@ def test_a_connection_in_use_is_left_to_its_call(client, node, stored) -> None:
         one.join(60)
     assert {type(one) for one in results} == {Hit}
     assert client.stats()["connections_broken"] == 0
+
+
+def test_nothing_is_taken_from_greenlets_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gevent threads go by identifiers of greenlets, and of one that waits Python tells no frame."""
+    own = threading.get_ident()
+    ended = threading.Thread(target=lambda: None)
+    ended.start()
+    ended.join()
+    assert ended.ident is not None
+    assert are_in_no_call({ended.ident}) == {ended.ident}
+    monkeypatch.setattr(threading, "get_ident", lambda: own + 1)
+    assert are_in_no_call({ended.ident, own + 2}) == set()
