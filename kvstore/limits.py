@@ -135,10 +135,11 @@ RESULTS_PER_FRAME_MAX: Final = 4_096
 RESULTS_WAIT_NS: Final = 10 * MS_NS  # between two RESULT frames of an offer whose items have not all ended
 SWEEP_NS: Final = 250 * MS_NS  # how soon an overdue connection or call is noticed
 PEER_STALL_NS: Final = 30 * SECOND_NS  # for a peer to read, or to go on with what it began to send
-PEER_STALL_WAITED_NS: Final = 3 * SECOND_NS  # the same while puts of others wait for the memory that it may hold
+PEER_STALL_WAITED_NS: Final = 3 * SECOND_NS  # the same while others wait for the memory that it may hold
 PEER_RATE_BYTES_SECOND_MIN: Final = (
     32 * KiB
 )  # of a peer that goes on: what it moves less than in such a time, in twice the time, is none
+PEER_DRAINS_NS: Final = 30 * SECOND_NS  # in which a peer must move as much as it holds, while others wait for memory
 REQUEST_ARRIVES_NS: Final = 30 * SECOND_NS  # for a long body, or inline payload, from its first byte to its last
 REQUEST_ARRIVES_WAITED_NS: Final = 5 * SECOND_NS  # the same while others are refused for the memory that it holds
 LINGER_NS: Final = 2 * SECOND_NS  # for a peer to read our last words

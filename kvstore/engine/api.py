@@ -146,6 +146,10 @@ class ReadSpec:
 
 
 class ReadHandle(Protocol):
+    @property
+    def staged_bytes(self) -> int:
+        """Memory that is on its way for it, or with the sink and not released."""
+
     def cancel(self) -> None:
         """Stop; `missed(DEADLINE)` is not sent for the rest, `finished` is not called. Idempotent."""
 

@@ -185,6 +185,7 @@ class Reader:
         finally:
             self._pumping = False
         self.hungry = bool(self._blocked or self._parked)
+        self._metrics.reads_waiting = len(self._blocked)
         if self._loader.started != before:
             self._start()
 

@@ -58,6 +58,11 @@ class Call:
         self.deadline_ns = deadline_ns
         self.over = False
 
+    @property
+    def held_bytes(self) -> int:
+        """Of the engine's memory, until the peer has read on; what it has to send is the channel's to know."""
+        return 0
+
     def has_output(self) -> bool:
         """Whether `pump` would queue anything now."""
         return False

@@ -21,7 +21,6 @@ from kvstore.limits import (
     IDLE_WAIT_NS,
     INLINE_PUT_BYTES_MAX,
     LINGER_NS,
-    PEER_RATE_BYTES_SECOND_MIN,
     READ_AHEAD_BYTES,
     SECOND_NS,
 )
@@ -35,7 +34,7 @@ from kvstore.server.pace import Pace, Patience
 from kvstore.server.rdma import RdmaService
 from kvstore.server.tenants import Grant, Scope
 from kvstore.telemetry.logs import RepeatLogger
-from kvstore.telemetry.metrics import DataplaneMetrics, error_index
+from kvstore.telemetry.metrics import DataplaneMetrics, Verb, error_index
 from kvstore.transport.base import PlaceChannel
 from kvstore.transport.shm_node import ShmNodeChannel
 from kvstore.transport.shm_regions import MappedMemory
@@ -461,12 +460,23 @@ class Connection:
             return
         stall_ns, arrives_ns = patience.stall_ns, patience.arrives_ns
         moved_bytes, now_ns, pace = self.channel.progress, self._plane.now_ns, self._pace
-        if pace.is_stalled(moved_bytes, call_id=self.session.request_id, now_ns=now_ns, stall_ns=stall_ns):
-            least = PEER_RATE_BYTES_SECOND_MIN
+        call_id, least = self.session.request_id, patience.least_rate(self._held_of_engine())
+        if pace.is_stalled(moved_bytes, call_id=call_id, now_ns=now_ns, stall_ns=stall_ns, least=least):
             text = f"read nor sent on {least} bytes a second for {stall_ns // SECOND_NS} s in the middle of a call"
             self._gave_out(f"the peer neither {text}")
         elif pace.is_late(self.channel.reader.request, now_ns=now_ns, arrives_ns=arrives_ns):
             self._gave_out(f"a request was not whole {arrives_ns // SECOND_NS} s after it began: send smaller batches")
+
+    def _held_of_engine(self) -> int:
+        """Memory of the engine that only this peer can set free, about."""
+        call = self.call
+        return max(self.channel.held_bytes, 0 if call is None else call.held_bytes)
+
+    @property
+    def uses_memory(self) -> bool:
+        """Payload moves over it, or is about to."""
+        call = self.call
+        return bool(self.channel.pending_bytes) if call is None else call.verb in (Verb.GET, Verb.PUT)
 
     def _gave_out(self, text: str) -> None:
         self.metrics.deadlines += 1

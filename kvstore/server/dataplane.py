@@ -103,7 +103,7 @@ class DataPlane:
         rdma: the worker's, None where there is none; set before clients come.
         namespace_count: how many namespaces of a tenant a drive knows; set by whoever has the drives.
         manifests_share: which part of what a drive keeps of manifests is a tenant's; likewise.
-        puts_wait: whether puts wait for memory; likewise.
+        calls_wait: whether puts or reads wait for memory; likewise.
         peer_token: what this node shows to the other nodes of its cluster; a secret, empty outside of one.
         is_draining: new puts are refused.
         copier: keeps copies in step with other nodes; None on a node on its own.
@@ -130,7 +130,7 @@ class DataPlane:
         self.peer_token = b""
         self.namespace_count: Callable[[str], int] = lambda _: 0
         self.manifests_share: Callable[[str], float] = lambda _: 0.0
-        self.puts_wait: Callable[[], bool] = lambda: False
+        self.calls_wait: Callable[[], bool] = lambda: False
         self.now_ns = clock()
         self.clock = clock
         self.requests_memory = MemoryBudget(REQUESTS_BYTES_MAX, small_bytes=REQUESTS_BYTES_SMALL)
@@ -314,8 +314,8 @@ class DataPlane:
         self._sweep_ns = now_ns + SWEEP_NS
         self.metrics.calls_active = self.calls_active
         self._count_shared()
-        putting = {one.client for one in self._connections if one.call is not None and one.call.verb is Verb.PUT}
-        self._patience.look(others_wait=len(putting) > 1 and self.puts_wait())
+        busy = {one.client for one in self._connections if one.uses_memory}
+        self._patience.look(others_wait=len(busy) > 1 and self.calls_wait())
         for connection in list(self._connections):
             call = connection.call
             if call is not None and call.deadline_ns <= now_ns:

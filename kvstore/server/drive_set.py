@@ -61,6 +61,11 @@ class _Gathered:
         if not self._open:
             self._sink.finished()
 
+    @property
+    def staged_bytes(self) -> int:
+        """See `ReadHandle.staged_bytes`."""
+        return sum(handle.staged_bytes for handle in self.handles)
+
     def cancel(self) -> None:
         """See `ReadHandle.cancel`."""
         for handle in self.handles:

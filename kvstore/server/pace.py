@@ -2,7 +2,9 @@
 
 A byte now and then is no progress (slow loris): within twice the time that a peer may stand still it must move what
 PEER_RATE_BYTES_SECOND_MIN makes of once that time, or what it has begun must end. That is a seventieth of what a
-hundred clients get of a link of 1 Gbit/s.
+hundred clients get of a link of 1 Gbit/s. While others wait for memory, it must also move as much as is held for it in
+PEER_DRAINS_NS: a few who are slow on purpose would else keep a node from everybody. All together hold no more than
+there is, so where the node's link moves all of its memory in that time, no honest peer falls behind.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvstore.limits import (
+    PEER_DRAINS_NS,
     PEER_RATE_BYTES_SECOND_MIN,
     PEER_STALL_NS,
     PEER_STALL_WAITED_NS,
@@ -30,7 +33,7 @@ class Patience:
         arrives_ns: for a request to be whole.
     """
 
-    __slots__ = ("_memory", "_refused_count", "arrives_ns", "stall_ns")
+    __slots__ = ("_memory", "_others_wait", "_refused_count", "arrives_ns", "stall_ns")
 
     def __init__(self, memory: MemoryBudget) -> None:
         """
@@ -39,15 +42,22 @@ class Patience:
         """
         self._memory = memory
         self._refused_count = 0
+        self._others_wait = False
         self.stall_ns = PEER_STALL_NS
         self.arrives_ns = REQUEST_ARRIVES_NS
 
     def look(self, *, others_wait: bool) -> None:
-        """Looks whether requests were refused since the last time; `others_wait`: puts do, for memory."""
+        """Looks whether requests were refused since the last time; `others_wait`: calls do, for memory."""
         was_full = self._memory.refused_count != self._refused_count
         self._refused_count = self._memory.refused_count
+        self._others_wait = others_wait
         self.stall_ns = PEER_STALL_WAITED_NS if others_wait else PEER_STALL_NS
         self.arrives_ns = REQUEST_ARRIVES_WAITED_NS if was_full else REQUEST_ARRIVES_NS
+
+    def least_rate(self, held_bytes: int) -> int:
+        """What one must move of whom so much memory is held, in bytes a second."""
+        drains = held_bytes * SECOND_NS // PEER_DRAINS_NS if self._others_wait else 0
+        return max(drains, PEER_RATE_BYTES_SECOND_MIN)
 
 
 class Pace:
@@ -63,7 +73,7 @@ class Pace:
         self._request: object = _NOTHING
         self._request_ns = 0
 
-    def is_stalled(self, moved_bytes: int | None, *, call_id: int, now_ns: int, stall_ns: int) -> bool:
+    def is_stalled(self, moved_bytes: int | None, *, call_id: int, now_ns: int, stall_ns: int, least: int) -> bool:
         """Whether it has stood still for `stall_ns`, or moved next to nothing in twice that time.
 
         Args:
@@ -71,12 +81,13 @@ class Pace:
             call_id: Another one has begun something else.
             now_ns: Not less than before.
             stall_ns: For how long it may.
+            least: Bytes a second; less is next to nothing.
         """
         before, seen = self._moved_bytes, self._seen_bytes
         self._seen_bytes = moved_bytes
         if moved_bytes is None or before is None or moved_bytes < before or call_id != self._call_id:
             self._call_id = call_id
-        elif moved_bytes - before < PEER_RATE_BYTES_SECOND_MIN * stall_ns // SECOND_NS:
+        elif moved_bytes - before < least * stall_ns // SECOND_NS:
             # what was on its way while we were held up is seen a little later
             return now_ns - self._moved_ns >= (stall_ns if moved_bytes == seen else 2 * stall_ns)
         self._moved_bytes = moved_bytes

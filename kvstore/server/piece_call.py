@@ -75,6 +75,10 @@ class PieceCall(Call):
             self.connection.request_send()
 
     # --- Call -------------------------------------------------------------------------------------------------------
+    @property
+    def held_bytes(self) -> int:
+        return self._handle.staged_bytes if self._handle is not None else sum(len(item.data) for item in self._pieces)
+
     def cancel(self) -> None:
         self.release()
         self._end()

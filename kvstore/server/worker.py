@@ -228,7 +228,7 @@ class Worker:
             engine = joined(drives)
             self._plane.namespace_count = self._namespace_count
             self._plane.manifests_share = self._manifests_share
-            self._plane.puts_wait = self._puts_wait
+            self._plane.calls_wait = self._calls_wait
             self._plane.serve(engine)
             self._start_rdma([drive.engine.cache.arena.memory for drive in drives])
             if self._launch.is_member:
@@ -276,8 +276,9 @@ class Worker:
     def _manifests_share(self, tenant: str) -> float:
         return max(drive.engine.store.namespaces.manifests_share_of(tenant) for drive in self._started.drives)
 
-    def _puts_wait(self) -> bool:
-        return any(drive.engine.metrics.grants_waiting for drive in self._started.drives)
+    def _calls_wait(self) -> bool:
+        metrics = [drive.engine.metrics for drive in self._started.drives]
+        return any(one.grants_waiting or one.reads_waiting for one in metrics)
 
     def _reported(self, listening: socket.socket) -> str:
         """The address that clients are told."""

@@ -160,6 +160,7 @@ class EngineMetrics:
     staging_bytes: int = gauge("kvstore_staging_bytes", "Arena memory of transfers in progress")
     grants_waiting: int = gauge("kvstore_grants_waiting", "Puts that wait for memory")
     # reads
+    reads_waiting: int = gauge("kvstore_reads_waiting", "Reads that wait for memory")
     read_records: int = counter("kvstore_read_records", "Records read from the drive")
     read_shared: int = counter("kvstore_read_shared", "Readers that joined a read in progress of the same record")
     read_ios: int = counter("kvstore_read_ios", "Device reads for records, after joining neighbours")

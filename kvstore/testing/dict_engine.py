@@ -77,6 +77,7 @@ class Read:
     pieces: deque[Piece] = field(default_factory=deque)
     cancelled: bool = False
     ended: bool = False
+    staged_bytes: int = 0
 
     def cancel(self) -> None:
         """No more calls of the sink."""

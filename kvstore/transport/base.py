@@ -87,6 +87,10 @@ class FetchEvents(Protocol):
 class NodeChannel(Channel, Protocol):
     """The node's end: moves payload for the call in progress."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that is held until the peer has sent what it was granted, and has read what is queued, about."""
+
     def deliver(
         self,
         slices: Sequence[Slice],

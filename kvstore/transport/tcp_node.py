@@ -168,6 +168,13 @@ class TcpNodeChannel(TcpChannel):
             return None
         return self._received_bytes + self.writer.sent_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        """See `NodeChannel.held_bytes`."""
+        lane = self._lane
+        owed = lane.expected_bytes if lane is not None else sum(len(one.buffer) for one in self._landings.values())
+        return owed + self.writer.pending_bytes
+
     def deliver(
         self,
         slices: Sequence[Slice],

@@ -660,7 +660,7 @@ def test_a_peer_that_stops_in_the_middle_gives_everything_back(
 def test_a_peer_that_stops_has_less_time_while_puts_of_others_wait_for_memory(
     lab: PlaneLab, namespace: NamespaceRef
 ) -> None:
-    lab.plane.puts_wait = lambda: True
+    lab.plane.calls_wait = lambda: True
     first, second = (lab.client(client_id=bytes([at]) * 16) for at in range(2))
 
     def offers(client: LabClient, number: int) -> None:

@@ -37,6 +37,7 @@ from kvstore.wire.messages import Get, Grant, Ping, Pong
 from kvstore.wire.slices import NO_CONTENT_ID, Slice
 
 HOUR_NS = 3600 * SECOND_NS
+RATE = PEER_RATE_BYTES_SECOND_MIN
 
 
 def key_of(number: int) -> bytes:
@@ -77,25 +78,27 @@ def test_who_moves_less_than_the_least_rate_stands_still() -> None:
     pace = Pace()
     least = PEER_RATE_BYTES_SECOND_MIN * PEER_STALL_WAITED_NS // SECOND_NS
     seen = [
-        pace.is_stalled(moved, call_id=1, now_ns=now, stall_ns=PEER_STALL_WAITED_NS)
+        pace.is_stalled(moved, call_id=1, now_ns=now, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
         for moved, now in ((0, 0), (1, SECOND_NS), (2, PEER_STALL_WAITED_NS), (least - 1, 2 * PEER_STALL_WAITED_NS - 1))
     ]
     assert seen == [False] * 4
     late_ns = 2 * PEER_STALL_WAITED_NS
-    assert pace.is_stalled(least - 1, call_id=1, now_ns=late_ns - 1, stall_ns=PEER_STALL_WAITED_NS), "it rests, too"
-    assert not pace.is_stalled(least, call_id=1, now_ns=late_ns, stall_ns=PEER_STALL_WAITED_NS)
-    assert not pace.is_stalled(least + 1, call_id=1, now_ns=2 * late_ns - 1, stall_ns=PEER_STALL_WAITED_NS)
-    assert pace.is_stalled(least + 2, call_id=1, now_ns=2 * late_ns, stall_ns=PEER_STALL_WAITED_NS)
+    assert pace.is_stalled(least - 1, call_id=1, now_ns=late_ns - 1, stall_ns=PEER_STALL_WAITED_NS, least=RATE), (
+        "it rests, too"
+    )
+    assert not pace.is_stalled(least, call_id=1, now_ns=late_ns, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
+    assert not pace.is_stalled(least + 1, call_id=1, now_ns=2 * late_ns - 1, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
+    assert pace.is_stalled(least + 2, call_id=1, now_ns=2 * late_ns, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
 
 
 @pytest.mark.parametrize("begins_anew", [(None, 1), (5, 1), (20, 2)], ids=["nothing expected", "part done", "new call"])
 def test_what_ends_in_time_is_no_standing_still(begins_anew: tuple[int | None, int]) -> None:
     pace = Pace()
     moved, call_id = begins_anew
-    assert not pace.is_stalled(10, call_id=1, now_ns=0, stall_ns=PEER_STALL_NS)
-    assert not pace.is_stalled(moved, call_id=call_id, now_ns=PEER_STALL_NS, stall_ns=PEER_STALL_NS)
-    assert not pace.is_stalled(moved, call_id=call_id, now_ns=2 * PEER_STALL_NS - 1, stall_ns=PEER_STALL_NS)
-    assert pace.is_stalled(moved, call_id=call_id, now_ns=2 * PEER_STALL_NS, stall_ns=PEER_STALL_NS) is (
+    assert not pace.is_stalled(10, call_id=1, now_ns=0, stall_ns=PEER_STALL_NS, least=RATE)
+    assert not pace.is_stalled(moved, call_id=call_id, now_ns=PEER_STALL_NS, stall_ns=PEER_STALL_NS, least=RATE)
+    assert not pace.is_stalled(moved, call_id=call_id, now_ns=2 * PEER_STALL_NS - 1, stall_ns=PEER_STALL_NS, least=RATE)
+    assert pace.is_stalled(moved, call_id=call_id, now_ns=2 * PEER_STALL_NS, stall_ns=PEER_STALL_NS, least=RATE) is (
         moved is not None
     )
 
@@ -173,7 +176,7 @@ def test_a_request_is_whole_in_its_time(lab: PlaneLab, namespace: NamespaceRef) 
 
 def test_honest_slow_clients_are_not_cut(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
     """One gets a hundredth of a link of 1 Gbit/s, and stands still for a second each time, while others wait."""
-    lab.plane.puts_wait = lambda: True
+    lab.plane.calls_wait = lambda: True
     step_bytes = 125_000 * 2
     value = os.urandom(2 * MiB)
     slow, other = lab.client(client_id=b"s" * 16), lab.client(client_id=b"o" * 16)
@@ -188,6 +191,51 @@ def test_honest_slow_clients_are_not_cut(lab: PlaneLab, engine: DictEngine, name
             rest = rest[step_bytes:]
             pass_time(lab, 2 * SECOND_NS)
     assert slow.end_put([value])[0][0] == ItemStatus.STORED
+
+
+def test_who_is_just_fast_enough_does_not_keep_memory_from_others(
+    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
+) -> None:
+    """More than the least rate, and for ever with all of a window: others waited for their whole deadlines."""
+    waits = False
+    lab.plane.calls_wait = lambda: waits
+    slow, other = lab.client(client_id=b"s" * 16), lab.client(client_id=b"o" * 16)
+    values = [os.urandom(MiB) for _ in range(24)]
+    slow.start(slow.offer(namespace.digest, [key_of(n) for n in range(24)], values, deadline_ns=HOUR_NS))
+    slow.expect(Grant)
+    engine.hold_grants = True
+    other.start(other.offer(namespace.digest, [key_of(99)], [bytes(MiB)], deadline_ns=HOUR_NS))
+    rest = slow.send_torn([Slice(0, 0, MiB, 0, True, NO_CONTENT_ID, MiB, 65536, b"")], values[0], 200)
+
+    def go_on(seconds: int) -> None:
+        nonlocal rest
+        for _ in range(seconds):
+            slow.send_raw(rest[: 2 * RATE])
+            rest = rest[2 * RATE :]
+            pass_time(lab, SECOND_NS)
+
+    pass_time(lab, SWEEP_NS)
+    go_on(10)
+    assert not lab.metrics.deadlines, "nobody waited"
+    waits = True
+    pass_time(lab, SWEEP_NS)
+    assert lab.metrics.deadlines == 1
+    engine.hold_grants = False
+    pass_time(lab, 2 * LINGER_NS)
+    lab.turn_until(lambda: lab.metrics.connections == 1)
+
+
+def test_what_is_held_for_a_reader_is_known(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
+    reading, ended = lab.client(), lab.client()
+    for number in range(32):
+        engine.put_now(namespace, key_of(number), os.urandom(MiB))
+    reading.start_get(namespace.digest, [key_of(number) for number in range(32)], deadline_ns=HOUR_NS)
+    pass_time(lab, SWEEP_NS)
+    held = [one.call.held_bytes for one in lab.plane._connections if one.call is not None]
+    assert held == [pytest.approx(engine.held_bytes, abs=4 * MiB)]
+    assert held[0] > 8 * MiB, "more than sockets take"
+    assert [one.uses_memory for one in lab.plane._connections].count(True) == 1
+    ended.close()
 
 
 # --- memory that requests take --------------------------------------------------------------------------------------
