@@ -47,15 +47,20 @@ class Client:
         return writer
 
     def forget_opening(self, opening_id: bytes) -> None:
-        """The client asks again for what it has had no answer to: what was, or is to be, opened for that ends."""
+        """The client asks again for what it has had no answer to: what was, or is to be, opened for that ends.
+
+        Unless it has gone on with it: then this is an earlier try, which a silent way delivers late.
+        """
         end = self.openings.pop(opening_id, None)
         if end is not None:
             end()
-        self.doom(at for at, writer in self.writers.items() if writer.opening_id == opening_id)
+        self.doom(
+            at for at, writer in self.writers.items() if writer.opening.id == opening_id and not writer.opening.is_heard
+        )
 
     def doom_unknown(self, writer_ids: Sequence[int]) -> None:
-        """The answer that named these may not have reached it: those end that it has not written to."""
-        self.doom(at for at in writer_ids if at in self.writers and not self.writers[at].is_known)
+        """The answer that named these may not have reached it: those end, unless it has gone on with one."""
+        self.doom(at for at in writer_ids if at in self.writers and not self.writers[at].opening.is_heard)
 
     def doom(self, writer_ids: Iterable[int]) -> None:
         """Nobody will go on with these; unknown ids are ignored."""

@@ -5,6 +5,21 @@ from __future__ import annotations
 from kvstore.engine.api import PutTicket
 
 
+class Opening:
+    """What one WRITER_OPEN has opened.
+
+    Attributes:
+        id: by which a repeat is known; empty for none.
+        is_heard: the client has gone on with one of its writers, and so has had the answer that names them all.
+    """
+
+    __slots__ = ("id", "is_heard")
+
+    def __init__(self, opening_id: bytes = b"") -> None:
+        self.id = opening_id
+        self.is_heard = False
+
+
 class Writer:
     """An open writer. Ends by commit, abort, or when its client has not written for its time to live.
 
@@ -13,8 +28,7 @@ class Writer:
         record_bytes, block_bytes: of the record.
         ttl_ns: how long it lives after each write.
         expires_ns: monotonic.
-        opening_id: of the WRITER_OPEN that it came of.
-        is_known: its client has written to it, and so knows that it is there.
+        opening: that it came of.
         receiving: slices that wait for memory or payload, over all connections: until they end, the engine must not
             get the memory back, since a socket may still write into it.
     """
@@ -23,8 +37,7 @@ class Writer:
         "_is_doomed",
         "block_bytes",
         "expires_ns",
-        "is_known",
-        "opening_id",
+        "opening",
         "receiving",
         "record_bytes",
         "ticket",
@@ -39,11 +52,10 @@ class Writer:
         block_bytes: int,
         ttl_ns: int,
         now_ns: int,
-        opening_id: bytes = b"",
+        opening: Opening,
     ) -> None:
         self.ticket = ticket
-        self.opening_id = opening_id
-        self.is_known = False
+        self.opening = opening
         self.record_bytes = record_bytes
         self.block_bytes = block_bytes
         self.ttl_ns = ttl_ns
@@ -58,7 +70,7 @@ class Writer:
     def begin_slice(self, now_ns: int) -> None:
         """A slice is on its way."""
         self.touch(now_ns)
-        self.is_known = True
+        self.opening.is_heard = True
         self.receiving += 1
 
     def end_slice(self) -> None:

@@ -16,7 +16,7 @@ from kvstore.server.batch import Batch, pack_u32, unpack_u32
 from kvstore.server.call import Call, shielded
 from kvstore.server.clients import Client
 from kvstore.server.outcomes import Outcomes, one_line
-from kvstore.server.writer import Writer
+from kvstore.server.writer import Opening, Writer
 from kvstore.telemetry.metrics import Verb
 from kvstore.types.checksum import block_count
 from kvstore.types.content_id import content_id
@@ -36,12 +36,13 @@ _GONE_TEXT = "is not open: it was committed, aborted, or not written to for its 
 class WriterOpenCall(Call):
     """One WRITER_OPEN: answered once every item was granted or refused."""
 
-    __slots__ = ("_answered", "_batch", "_client", "_details", "_ids", "_open", "_statuses")
+    __slots__ = ("_answered", "_batch", "_client", "_details", "_ids", "_open", "_opening", "_statuses")
 
     def __init__(self, connection: Connection, opening: WriterOpen, client: Client, *, now_ns: int) -> None:
         super().__init__(connection, Verb.WRITER, now_ns=now_ns, deadline_ns=now_ns + opening.deadline_ns)
         self._open = opening
         self._batch = Batch(opening)
+        self._opening = Opening(opening.opening_id)
         self._client = client
         count = self._batch.count
         self._ids = [0] * count
@@ -114,7 +115,7 @@ class WriterOpenCall(Call):
                 block_bytes=self._batch.block_bytes(item),
                 ttl_ns=self._open.ttl_ns,
                 now_ns=self.connection.now_ns,
-                opening_id=self._open.opening_id,
+                opening=self._opening,
             )
             self._ids[item] = self._client.add_writer(writer)
             self._statuses[item] = ItemStatus.GRANTED
@@ -298,6 +299,7 @@ class WriterCommitCall(Call):
             self._end(item, Refused(RefusedReason.OUTCOME_UNKNOWN, "the deadline passed while it was being committed"))
 
     def _commit_one(self, item: int, writer: Writer, crc_table: bytes, chosen: bytes) -> None:
+        writer.opening.is_heard = True
         commit = self._commit
         is_named = any(chosen)
         if is_named and chosen[:8] != content_id(writer.record_bytes, crc_table, b"")[:8]:

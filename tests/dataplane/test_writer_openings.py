@@ -83,6 +83,24 @@ def test_who_asks_again_gets_what_the_lost_answer_named(
     assert engine.aborted == 2, "another opening takes nothing away"
 
 
+def test_an_earlier_try_that_comes_late_ends_nothing(
+    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
+) -> None:
+    """A silent way delivers it while the client, answered by another one, writes already."""
+    ask = opening(namespace, opening_id=os.urandom(16))
+    other, silent = lab.client(), lab.client()
+    one, two = unpack_u32(other.call(ask, WriterOpened).writer_ids)
+    assert write(other, one) == ItemStatus.RECEIVED
+    silent.start(ask)
+    for _ in range(5):
+        lab.turn()
+    silent.close()
+    lab.turn_until(lambda: lab.metrics.connections == 1)
+    assert engine.aborted == 0
+    assert write(other, two) == ItemStatus.RECEIVED, "not written to yet, but named by the same answer"
+    assert write(other, one) == ItemStatus.RECEIVED
+
+
 def test_who_asks_again_takes_the_place_of_an_opening_that_waits(
     lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
 ) -> None:
@@ -113,7 +131,7 @@ def test_writers_whose_answer_was_not_read_end_at_once(
     assert other.call(opening(namespace), WriterOpened).statuses == bytes([ItemStatus.GRANTED]) * 2
 
 
-@pytest.mark.parametrize("how", ["closes", "says more", "writes"])
+@pytest.mark.parametrize("how", ["closes", "says more", "writes", "writes one"])
 def test_writers_of_which_their_client_knows_stay(
     lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef, how: str
 ) -> None:
@@ -121,6 +139,8 @@ def test_writers_of_which_their_client_knows_stay(
     one, two = unpack_u32(first.call(opening(namespace), WriterOpened).writer_ids)
     if how == "writes":
         assert write(other, one) == write(other, two) == ItemStatus.RECEIVED
+    if how == "writes one":
+        assert write(other, one) == ItemStatus.RECEIVED
     if how == "says more":
         assert first.call(Ping(), Pong)
     if how != "closes":
