@@ -39,7 +39,7 @@ class IoOp:
         error: errno-carrying OSError after completion, else None.
         owner: whatever the submitter wants back, typically a callable or a continuation object.
         extent_count: how many operations of the drive it is; see `scattered.ScatteredRead`.
-        is_urgent: it goes past what waits in classes; see `UrgentWrite`.
+        is_urgent: it goes past what waits in classes; see `UrgentWrite` and `UrgentRead`.
     """
 
     extent_count: int = 1
@@ -90,6 +90,17 @@ class UrgentWrite(IoOp):
 
     def __init__(self, offset: int, buffers: Sequence[memoryview], *, flow: FlowClass, owner: Any = None) -> None:
         super().__init__(IoKind.WRITE, offset, buffers, flow=flow, owner=owner)
+
+
+class UrgentRead(IoOp):
+    """A read that free room waits for: of a victim's index, some pages at a time. No client waits for it."""
+
+    __slots__ = ()
+
+    is_urgent = True
+
+    def __init__(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        super().__init__(IoKind.READ, offset, buffers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,9 @@ from kvstore.device.pace import Pace
 from kvstore.device.scattered import ScatteredRead
 from kvstore.errors import InvalidRequest, Overloaded
 from kvstore.limits import (
+    DRIVE_QUIET_NS,
     DRIVE_WRITE_BYTES_IN_FLIGHT_MAX,
+    DRIVE_WRITE_BYTES_QUIET_MAX,
     QUEUE_DEPTH_DEFAULT,
     QUEUE_DEPTH_MAX,
     QUEUED_OPS_MAX,
@@ -82,7 +84,7 @@ class DispatchQueue:
         device: the drive; the queue does not own it.
         depth: operations on the drive at one time, each extent of a scattered read counted. The bytes of all but the
             last of them stay below what `Pace` says; while no read waits, or is waited for, below
-            DRIVE_WRITE_BYTES_IN_FLIGHT_MAX.
+            DRIVE_WRITE_BYTES_IN_FLIGHT_MAX, and below DRIVE_WRITE_BYTES_QUIET_MAX while none has for DRIVE_QUIET_NS.
         policy: order between classes.
         metrics: where counts go.
         health: judge of the drive's errors.
@@ -113,6 +115,7 @@ class DispatchQueue:
         self.queued = 0
         self._waiting_bytes = 0  # of what is not urgent
         self._pace = Pace()
+        self._read_ns = -DRIVE_QUIET_NS  # when somebody's read completed last
         self.started_by_flow = [0] * len(FLOWS)
         self.in_flight_by_flow = [0] * len(FLOWS)
         self._queues: list[deque[IoOp]] = [deque() for _ in FLOWS]
@@ -155,12 +158,17 @@ class DispatchQueue:
             return
         room = min(self.depth - self.in_flight, self.queued)
         waiting_bytes = self._waiting_bytes
-        bytes_max = self._pace.bytes_max(waiting_bytes) if self._reads else DRIVE_WRITE_BYTES_IN_FLIGHT_MAX
+        now_ns = self._clock()
+        if self._reads:
+            bytes_max = self._pace.bytes_max(waiting_bytes)
+        elif now_ns - self._read_ns < DRIVE_QUIET_NS:
+            bytes_max = DRIVE_WRITE_BYTES_IN_FLIGHT_MAX
+        else:
+            bytes_max = DRIVE_WRITE_BYTES_QUIET_MAX
         bytes_room = bytes_left = bytes_max - self.in_flight_bytes
         urgent = self._urgent
         if room <= 0 or (bytes_room <= 0 and not urgent):
             return
-        now_ns = self._clock()
         batch: list[IoOp] = []
         started, in_flight = self.started_by_flow, self.in_flight_by_flow
         total = 0
@@ -265,6 +273,7 @@ class DispatchQueue:
             total += extents
             if op.kind is _READ and op.flow is not _BACKGROUND:
                 self._reads -= extents
+                self._read_ns = now_ns
             if op.error is not None:
                 failed += 1
                 in_flight[op.flow] -= 1

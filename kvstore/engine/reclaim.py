@@ -155,7 +155,7 @@ class Reclaimer:
         if known is not None:
             entries, complete = known, True
         else:
-            entries, complete = yield from read_index(self._queue, self._table, victim)
+            entries, complete = yield from read_index(self._queue, self._table, victim, is_urgent=True)
         locations = entry_locations(entries, victim)
         order = self._worthy(entries, locations, tick)
         if order is None:

@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.device.base import IoKind, IoOp
+from kvstore.device.base import IoKind, IoOp, UrgentRead
 from kvstore.engine.blocking import pages
 from kvstore.engine.format import (
     ENTRY_DTYPE,
@@ -25,13 +25,20 @@ _TAIL_PAGES: Final = 16
 so one is better than two."""
 
 
-def read_index(queue: IoQueue, table: SegmentTable, segment: int) -> Steps[tuple[Entries, bool]]:
-    """All entries of a sealed segment that are in bounds, and whether nothing of its index was unreadable."""
+def read_index(
+    queue: IoQueue, table: SegmentTable, segment: int, *, is_urgent: bool = False
+) -> Steps[tuple[Entries, bool]]:
+    """All entries of a sealed segment that are in bounds, and whether nothing of its index was unreadable.
+
+    Args:
+        is_urgent: Room waits for it: its first read, which is all for a segment of few records, is an `UrgentRead`.
+    """
     generation = int(table.generation[segment])
     nothing = np.empty(0, dtype=ENTRY_DTYPE)
     for tail_pages in (min(_TAIL_PAGES, table.segment_pages), 1):
         tail = pages(tail_pages * PAGE_BYTES)
-        error = yield io(queue, [IoOp(IoKind.READ, table.offset(segment + 1) - len(tail), [tail])])
+        start = table.offset(segment + 1) - len(tail)
+        error = yield io(queue, [UrgentRead(start, [tail]) if is_urgent else IoOp(IoKind.READ, start, [tail])])
         if error is None:
             break  # else a page that cannot be read costs only itself
     footer = decode_segment_footer(tail[-PAGE_BYTES:]) if error is None else None

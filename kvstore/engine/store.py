@@ -40,16 +40,13 @@ from kvstore.engine.trim import Trimmer
 from kvstore.engine.walk import Walker
 from kvstore.engine.writer import MemorySide, Writer
 from kvstore.limits import (
-    EVICT_AHEAD_BYTES,
     EVICT_AHEAD_SEGMENTS_MIN,
-    EVICT_AHEAD_SHARE,
     LOG_SHARE_MANIFESTS,
     LOG_SHARE_TOMBSTONES,
     MOVE_SHARE_MAX,
     MOVE_SHARE_OF_SEGMENT,
     MS_NS,
     OWNER_SWEEP_NS,
-    PAGE_BYTES,
     SPACE_RETRY_NS_MIN,
     WRITE_AMPLIFICATION_DEFAULT,
 )
@@ -217,8 +214,6 @@ class Store:
         self.walker = Walker(
             queue=queue, table=self.table, ledger=self.ledger, allocator=self.allocator, heads=self.heads
         )
-        self._ahead_pages = min(int(self.table.segment_pages * EVICT_AHEAD_SHARE), EVICT_AHEAD_BYTES // PAGE_BYTES)
-        self._rests = self._rested = False  # no put is in progress; nor was one when the last turn began
         self._next_sweep_ns = 0
         self._revive_ns = self._erase_ns = 0
         self._erased_last = -1
@@ -318,7 +313,6 @@ class Store:
     # --- running -----------------------------------------------------------------------------------------------------
     def poll(self, now_ns: int) -> None:
         """Move everything that can move: completions, placing, the log, eviction."""
-        self._rested = self._rests
         later: list[IoOp] = []
         for op in self._queue.pump():
             if op.flow is FlowClass.BACKGROUND:
@@ -343,7 +337,6 @@ class Store:
                 op.owner(op)
             self._write_on()
         self.writer.grant_waiting()
-        self._rests = not self.writer.pending
         self._make_room()
         self.scrubber.poll(now_ns)
         self._write_on()
@@ -362,8 +355,6 @@ class Store:
         for due_ns in (self.writer.next_timer_ns(), self.scrubber.next_timer_ns()):
             if due_ns is not None:
                 times.append(due_ns)
-        if self._rests and not self._rested and self._may_be_ahead() and not self.allocator.free_count():
-            times.append(0)  # in the next turn, when the last put has its answer: see `_room_is_short`
         return min(times) if times else None
 
     def _revive_log(self, now_ns: int) -> None:
@@ -430,22 +421,18 @@ class Store:
             start(self.trimmer.trim(*crowd))
 
     def _room_is_short(self) -> bool:
-        """No free segment, and the open one will be full but for the spare room before another is freed.
+        """No free segment, and the open one is full but for the spare room.
 
-        While nobody puts, one is freed in any case: between two batches nobody waits for it.
+        Drives of many segments have one ahead: the next is freed as soon as the free one is taken, since an eviction's
+        reads, writes and sync wait behind what is being put, and puts must not wait for them in turn.
         """
         if self.allocator.free_count():
             return False
         if any(target.outstanding == 0 for target in self.allocator.closing):
             return False  # it is being sealed, and may be colder than all that are
-        if self._rests and self._rested and self._may_be_ahead() and not self.reclaimer.avoid:
+        if self.allocator.segments_max >= EVICT_AHEAD_SEGMENTS_MIN and not self.reclaimer.avoid:
             return True
-        ahead_pages = self._ahead_pages if self._may_be_ahead() else 0
-        left_pages = self.allocator.open_room_pages()
-        return self.appender.needs_room or left_pages <= max(self._spare_pages(), ahead_pages)
-
-    def _may_be_ahead(self) -> bool:
-        return self.allocator.segments_max >= EVICT_AHEAD_SEGMENTS_MIN
+        return self.appender.needs_room or self.allocator.open_room_pages() <= self._spare_pages()
 
     def _spare_pages(self) -> int:
         """Room that eviction finds in the open segment for what it keeps."""

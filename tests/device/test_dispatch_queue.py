@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvstore import limits
 from kvstore.device import pace
 from kvstore.device import queue as dispatch
-from kvstore.device.base import IoKind, IoOp, UrgentWrite
+from kvstore.device.base import IoKind, IoOp, UrgentRead, UrgentWrite
 from kvstore.device.health import DriveHealth, HealthMonitor
 from kvstore.device.memory import MemoryDevice
 from kvstore.device.queue import FLOWS, DispatchQueue, RoundRobin
@@ -107,7 +107,7 @@ def test_an_operation_above_the_bound_of_bytes_goes_alone(monkeypatch: pytest.Mo
 
 
 def test_an_urgent_write_goes_past_others_and_the_bound_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "DRIVE_WRITE_BYTES_IN_FLIGHT_MAX", PAGE)
+    monkeypatch.setattr(dispatch, "DRIVE_WRITE_BYTES_QUIET_MAX", PAGE)
     device = FaultyDevice(MemoryDevice(size_bytes=MIB))
     queue = DispatchQueue(device, 3)
     device.hold()
@@ -153,6 +153,7 @@ def test_more_bytes_of_writes_are_on_the_drive_while_no_read_waits(
     monkeypatch.setattr(pace, "DRIVE_BYTES_AT_FIRST", PAGE)
     monkeypatch.setattr(pace, "DRIVE_BYTES_IN_FLIGHT_MAX", PAGE)
     monkeypatch.setattr(pace, "DRIVE_BYTES_IN_GROUPS_MAX", PAGE)
+    monkeypatch.setattr(dispatch, "DRIVE_WRITE_BYTES_QUIET_MAX", 3 * PAGE)
     monkeypatch.setattr(dispatch, "DRIVE_WRITE_BYTES_IN_FLIGHT_MAX", 3 * PAGE)
     device = FaultyDevice(MemoryDevice(size_bytes=MIB))
     queue = DispatchQueue(device, 100)
@@ -175,6 +176,62 @@ def test_more_bytes_of_writes_are_on_the_drive_while_no_read_waits(
     while queue.queued or queue.in_flight:
         queue.pump()
     assert queue.in_flight_bytes == 0
+    device.close()
+
+
+def test_still_more_while_nobody_has_read_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "DRIVE_WRITE_BYTES_IN_FLIGHT_MAX", 2 * PAGE)
+    monkeypatch.setattr(dispatch, "DRIVE_WRITE_BYTES_QUIET_MAX", 5 * PAGE)
+    device = FaultyDevice(MemoryDevice(size_bytes=MIB))
+    now_ns = limits.DRIVE_QUIET_NS
+    queue = DispatchQueue(device, 100, clock=lambda: now_ns)
+
+    def flood(count: int) -> int:
+        """How many of so many writes are on the drive together at first."""
+        device.hold()
+        for at in range(count):
+            queue.submit(IoOp(IoKind.WRITE, at * PAGE, [aligned(PAGE)], flow=FlowClass.WRITEBACK))
+        queue.start()
+        found = queue.in_flight
+        device.release()
+        while queue.queued or queue.in_flight:
+            queue.pump()
+        return found
+
+    def read(flow: FlowClass) -> None:
+        queue.submit(reads(1, flow)[0])
+        while queue.queued or queue.in_flight:
+            queue.pump()
+
+    assert flood(9) == 5, "nobody has read yet"
+    read(FlowClass.BACKGROUND)
+    assert flood(9) == 5, "nobody waits for one of the background"
+    read(FlowClass.PREFILL_READ)
+    now_ns += limits.DRIVE_QUIET_NS - 1
+    assert flood(9) == 2
+    now_ns += 1
+    assert flood(9) == 5
+    device.close()
+
+
+def test_a_victims_index_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "DRIVE_WRITE_BYTES_QUIET_MAX", 2 * PAGE)
+    device = FaultyDevice(MemoryDevice(size_bytes=MIB))
+    queue = DispatchQueue(device, 100)
+    device.hold()
+    for at in range(4):
+        queue.submit(IoOp(IoKind.WRITE, at * PAGE, [aligned(PAGE)], flow=FlowClass.WRITEBACK, owner=at))
+    queue.start()
+    queue.submit(UrgentRead(8 * PAGE, [aligned(PAGE)]))
+    queue.start()
+    assert queue.in_flight == 3
+    device.release(2)
+    assert [op.owner for op in queue.pump()] == [0, 1]
+    assert queue.in_flight == 2, "writes go on as if there were no read"
+    device.release()
+    while queue.queued or queue.in_flight:
+        queue.pump()
+    assert (queue.in_flight_bytes, queue.in_flight_by_flow) == (0, [0] * len(FLOWS))
     device.close()
 
 
