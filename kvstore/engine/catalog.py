@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.history import Fate, History
-from kvstore.engine.index import IS_COMPILED, NOT_INSERTED, Index
+from kvstore.engine.index import FEW_KEYS, IS_COMPILED, NOT_INSERTED, Index
 from kvstore.engine.location import I64, U32, U64, Bools, location_page_counts, location_pages
 from kvstore.engine.namespaces import index_keys, index_keys_few
 from kvstore.engine.policy import SegmentScores
@@ -274,6 +274,8 @@ class Catalog:
 
     def _end(self, keys: U64, expected: U64 | None, fate: Fate, tick: int) -> U64:
         slots = self.index.find_many(keys)
+        if len(keys) <= FEW_KEYS:
+            return self._end_few(keys, slots, expected, fate, tick)
         ticks, pins = self.index.access[slots], self.index.pins[slots]
         removed = self.index.delete_at(slots, expected)
         gone = removed != 0
@@ -285,3 +287,30 @@ class Catalog:
         if fate is Fate.EVICTED and gone.any():
             self.evicted_tick = float(ticks[gone].mean())
         return removed
+
+    def _end_few(self, keys: U64, slots: I64, expected: U64 | None, fate: Fate, tick: int) -> U64:
+        """`_end` of a handful of keys in these slots."""
+        index, scores = self.index, self.scores
+        found: list[int] = slots.tolist()
+        wanted: Sequence[int] = expected.tolist() if expected is not None else ()
+        removed: list[int] = []
+        ticks: list[int] = []
+        for at, slot in enumerate(found):
+            location = index.location_at(slot) if slot >= 0 else 0
+            if not location or (expected is not None and location != wanted[at]):
+                removed.append(0)
+                continue
+            last = index.access_at(slot)
+            if index.pins_at(slot):
+                self.pinned_bytes -= location_pages(location) * PAGE_BYTES
+            index.free(slot)
+            scores.remove(location, last)
+            removed.append(location)
+            ticks.append(last)
+        self.version += 1
+        answer = np.array(removed, dtype=np.uint64)
+        if ticks:
+            self.history.note(keys if len(ticks) == len(keys) else keys[answer != 0], fate, tick)
+            if fate is Fate.EVICTED:
+                self.evicted_tick = sum(ticks) / len(ticks)
+        return answer

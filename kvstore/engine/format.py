@@ -315,6 +315,8 @@ def decode_index_blocks(data: Buffer, *, segment: int, generation: int) -> tuple
     for block in range(blocks):
         page = view[block * PAGE_BYTES : (block + 1) * PAGE_BYTES]
         counts[block] = _index_block_entries(page, segment=segment, generation=generation, block=block)
+    if blocks == 1 and counts[0] >= 0:
+        return np.frombuffer(view, dtype=ENTRY_DTYPE, count=int(counts[0]), offset=INDEX_HEADER_BYTES).copy(), 0
     good = counts >= 0
     rows = np.frombuffer(view, dtype=np.uint8, count=blocks * PAGE_BYTES).reshape(blocks, PAGE_BYTES)[good]
     body = rows[:, INDEX_HEADER_BYTES : INDEX_HEADER_BYTES + ENTRIES_PER_BLOCK * ENTRY_BYTES]

@@ -39,6 +39,8 @@ PAGE_SLOTS: Final = 256
 BUCKET_SLOTS: Final = 8
 PAGE_BUCKETS: Final = PAGE_SLOTS // BUCKET_SLOTS
 DIRECTORY_DEPTH_MAX: Final = 26
+FEW_KEYS: Final = 64
+"""Up to so many keys are changed one by one, in a loop over scalars: less than a dozen numpy calls with cold caches."""
 NOT_INSERTED: Final = (1 << 64) - 1
 """Previous location that `insert` answers when the index is full: the key is not in it."""
 
@@ -101,6 +103,7 @@ class Index:
         self._key1_scalar = self._key1.data
         self._location_scalar = self.locations.data
         self._access_scalar = self.access.data
+        self._pins_scalar = self.pins.data
         self._state_scalar = self._states.data
         self._set_directory(np.zeros(1, dtype=np.uint32), 0)
         self.pages = 1
@@ -255,12 +258,16 @@ class Index:
         location = self._location_scalar[slot]
         if expected and location != expected:
             return 0
+        self.free(slot)
+        return location
+
+    def free(self, slot: int) -> None:
+        """Remove the key in a slot that is taken."""
         self._location_scalar[slot] = 0
         self._key0_scalar[slot] = 0
-        self.pins[slot] = 0
+        self._pins_scalar[slot] = 0
         self._state_scalar[slot // BUCKET_SLOTS] &= ~(1 << slot % BUCKET_SLOTS) & 0xFF
         self.count -= 1
-        return location
 
     def location_at(self, slot: int) -> int:
         """Location in one slot."""
@@ -269,6 +276,10 @@ class Index:
     def access_at(self, slot: int) -> int:
         """Access tick in one slot."""
         return self._access_scalar[slot]
+
+    def pins_at(self, slot: int) -> int:
+        """Pins that hold the key in one slot."""
+        return self._pins_scalar[slot]
 
     def touch(self, slot: int, tick: int) -> int:
         """Note an access at `tick`; returns the tick of the one before."""

@@ -302,7 +302,11 @@ class Ledger:
         return max(sealed, key=lambda segment: len(self._tombstones[segment]), default=None)
 
     def evict(self, entries: Entries, locations: U64) -> Bools:
-        """Forget the records of a victim's entries that still lie there. Says which were valid until now."""
+        """Forget the records of a victim's entries that still lie there. Says which were valid until now.
+
+        Args:
+            locations: all in one segment.
+        """
         keys = entry_keys(entries)
         spaces = entry_spaces(entries)
         live = self.live_spaces(spaces)
@@ -312,9 +316,13 @@ class Ledger:
             self.catalog.erase(keys[~live], locations[~live])
             gone = np.zeros(len(entries), dtype=np.bool_)
             gone[live] = self.catalog.evict(keys[live], locations[live], self.tick)
-        segments, pages = location_segments(locations[gone]), entries["pages"][gone]
-        for segment, space, count in zip(segments.tolist(), spaces[gone].tolist(), pages.tolist(), strict=True):
-            self._count(segment, space, -count, -1)
+        if gone.any():
+            found, which = distinct(spaces[gone])
+            pages = np.bincount(which, weights=entries["pages"][gone])
+            records = np.bincount(which)
+            segment = location_segment(int(locations[0]))
+            for space, page_count, count in zip(found.tolist(), pages.tolist(), records.tolist(), strict=True):
+                self._count(segment, space, -int(page_count), -count)
         self.watcher.removed(keys[gone], locations[gone])
         return gone
 

@@ -180,6 +180,8 @@ class Reclaimer:
     def _worthy(self, entries: Entries, locations: U64, tick: float) -> I64 | None:
         """Positions of the records that are written again, in order; None if pinned ones make it not worth while."""
         is_valid, ticks, is_pinned = self._ledger.catalog.standing(entry_keys(entries), locations)
+        if not (is_pinned.any() or (ticks > tick).any()):
+            return np.empty(0, dtype=np.int64)
         valid = np.flatnonzero(is_valid & self._ledger.live_spaces(entry_spaces(entries)))
         pinned = is_pinned[valid]
         room = self._allocator.open_room_pages()

@@ -7,15 +7,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.engine import catalog as catalog_module
+from kvstore.engine import history as history_module
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.catalog import Catalog
 from kvstore.engine.history import Event, Fate, History
+from kvstore.engine.index import FEW_KEYS
 from kvstore.engine.location import U64, location_pages, location_segment, pack_location
 from kvstore.engine.namespaces import index_keys
 from kvstore.limits import PAGE_BYTES
 from kvstore.types.results import MissReason
 
 SEGMENTS = 3
+
+
+@pytest.fixture(params=["one by one", "in columns"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a handful of keys is changed."""
+    few = {"one by one": FEW_KEYS, "in columns": 0}[request.param]
+    monkeypatch.setattr(catalog_module, "FEW_KEYS", few)
+    monkeypatch.setattr(history_module, "FEW_KEYS", few)
 
 
 def keys_of(names: list[int]) -> U64:
@@ -151,3 +162,63 @@ def test_locating_is_the_same_compiled_and_not(
         outcomes.append((found, catalog.index.access.tobytes(), catalog.scores.access_sums.tolist()))
     assert outcomes[0] == outcomes[1]
     assert [location != 0 for location in outcomes[0][0]] == [asked[at] in held for at in meant]
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(1, 30), min_size=1, max_size=12, unique=True), st.sampled_from(Fate))),
+    st.integers(3, 20),
+)
+def test_both_ways_remember_the_same(notes: list[tuple[list[int], Fate]], entries_max: int) -> None:
+    histories = [History(entries_max, seed=1) for _ in range(2)]
+    for few, history in zip((0, 64), histories, strict=True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(history_module, "FEW_KEYS", few)
+            for tick, (names, fate) in enumerate(notes, 1):
+                history.note(keys_of(names), fate, tick)
+    columns, one_by_one = histories
+    assert columns.dump() == one_by_one.dump()
+    assert (len(columns), columns.noted) == (len(one_by_one), one_by_one.noted)
+    for name in range(1, 31):
+        key0, key1 = keys_of([name])[0].tolist()
+        assert columns.event(key0, key1) == one_by_one.event(key0, key1)
+
+
+@given(
+    st.sets(st.integers(1, 40), max_size=30),
+    st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=30),
+    st.sampled_from([Fate.EVICTED, Fate.DELETED, Fate.QUARANTINED]),
+)
+def test_both_ways_end_the_same(there: set[int], ends: list[tuple[int, bool]], fate: Fate) -> None:
+    seen = []
+    keys = keys_of([name for name, _ in ends])
+    for few in (0, 64):
+        catalog = Catalog(entries_max=1000, segment_count=SEGMENTS, seed=1)
+        places = {name: pack_location(segment=name % SEGMENTS, page=name, pages=2, depth=name) for name in there}
+        for name, place in places.items():
+            key0, key1 = keys_of([name])[0].tolist()
+            catalog.commit(key0, key1, place, name)
+        pinned = sorted(there)[::3]
+        catalog.pin(catalog.index.find_many(keys_of(pinned)))
+        expected = np.array([places.get(name, 7) + 5 * is_stale for name, is_stale in ends], dtype=np.uint64)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(catalog_module, "FEW_KEYS", few)
+            if fate is Fate.DELETED:
+                answer = catalog.delete(keys, 99).tolist()
+            else:
+                ended = catalog.evict if fate is Fate.EVICTED else catalog.quarantine
+                answer = ended(keys, expected, 99).tolist()
+        scores, index = catalog.scores, catalog.index
+        seen.append(
+            (
+                answer,
+                index.count,
+                catalog.pinned_bytes,
+                catalog.evicted_tick,
+                catalog.history.dump(),
+                scores.live_pages.tolist(),
+                scores.live_records.tolist(),
+                scores.access_sums.tolist(),
+                [index.get(*keys_of([name])[0].tolist()) for name in range(1, 41)],
+            )
+        )
+    assert seen[0] == seen[1]
