@@ -164,6 +164,7 @@ REGION_DESCRIPTORS_WAITING_MAX: Final = 16  # received and not claimed by a REGI
 ANSWER_LOOK_NS: Final = 250_000  # a single read of shared memory looks for its answer, before it sleeps
 PLACES_PER_CALL_MAX: Final = 4_096  # items of one call whose memory is named
 DIRECT_WINDOW_BYTES: Final = 17 * MiB  # of one request: reads from the drive into a client's memory, under way
+DIRECT_TURN_BYTES: Final = 4 * MiB  # of them that are begun in one turn of a request
 DETACHED_RANGES_MAX: Final = 64  # of one allocation: more, and all of it goes by the socket from then on
 
 # --- node ------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._bytes_max = 0  # 0 of an idle drive
+        self._kept_bytes = 0  # until something has ended
         self._shared_ns = -DRIVE_ALONE_NS  # when several flow classes last waited
 
     def bytes_max(self, waiting_bytes: int) -> int:
@@ -40,9 +41,10 @@ class Pace:
         A drive that tells of all at once gets the last bytes by themselves: so there is little to be done with them
         when the last of them have come.
         """
-        if self._bytes_max <= DRIVE_BYTES_IN_FLIGHT_MAX or not DRIVE_LAST_GROUP_BYTES < waiting_bytes <= room_bytes:
-            return 0
-        return waiting_bytes // 4
+        is_last = DRIVE_LAST_GROUP_BYTES < waiting_bytes <= room_bytes
+        if is_last and self._bytes_max > DRIVE_BYTES_IN_FLIGHT_MAX and not self._kept_bytes:
+            self._kept_bytes = waiting_bytes // 4
+        return self._kept_bytes
 
     def shared(self, now_ns: int) -> None:
         """Several flow classes wait for the drive."""
@@ -53,7 +55,8 @@ class Pace:
         is_alone = now_ns - self._shared_ns >= DRIVE_ALONE_NS
         bound = DRIVE_BYTES_IN_GROUPS_MAX if stands and is_alone else DRIVE_BYTES_IN_FLIGHT_MAX
         self._bytes_max = min(2 * self._bytes_max, bound)
+        self._kept_bytes = 0
 
     def rested(self) -> None:
         """Nothing is on the drive, and nothing waits."""
-        self._bytes_max = 0
+        self._bytes_max = self._kept_bytes = 0

@@ -22,11 +22,15 @@ from kvstore.engine.location import DEPTH_BITS, PAGES_BITS, location_page, locat
 from kvstore.engine.request import Request
 from kvstore.engine.segment import SegmentTable
 from kvstore.engine.verify import check_header
-from kvstore.limits import DEVICE_IO_BYTES_MAX, DIRECT_WINDOW_BYTES, PAGE_BYTES, READ_COALESCE_BYTES
+from kvstore.limits import DEVICE_IO_BYTES_MAX, DIRECT_TURN_BYTES, DIRECT_WINDOW_BYTES, PAGE_BYTES, READ_COALESCE_BYTES
 from kvstore.telemetry.metrics import EngineMetrics
+from kvstore.types.flow import FlowClass
 
 _PAGES_MASK: Final = (1 << PAGES_BITS) - 1
 _PLACE_SHIFT: Final = PAGES_BITS + DEPTH_BITS
+_READ: Final = IoKind.READ  # bound once: each operation needs it
+_Record = tuple[int, int, int, memoryview]
+"""One of a run: the request's index, location, bytes of its header, and its place."""
 _HEADER_PAGES_MAX: Final = 2
 """A header of one page has CRC words for 57 MiB of default blocks. Were more pages no payload, then the record is
 shorter than its place, and is read the usual way."""
@@ -77,68 +81,106 @@ class DirectReads:
         return not (self._cache.capacity_bytes and self._cache.admits(request.key(index), length))
 
     def start(self, request: Request) -> bool:
-        """Start one read for the first of `request.direct` and its neighbours behind it on the drive.
+        """Start reads of the first DIRECT_TURN_BYTES of `request.direct`; neighbours on the drive go together.
 
         False when the request's window is full, or there is no memory for headers (`blocked`).
         """
         if request.version != self._catalog.version:
             self._plan(request, [])  # records moved or went since
             return True
-        places, direct = request.places, request.direct
-        assert places is not None
-        first = direct[0][0]
-        run: list[_Record] = []
-        length = header_bytes = 0
-        next_place = first >> _PLACE_SHIFT
-        for location, index in direct:
-            pages = location >> DEPTH_BITS & _PAGES_MASK
-            place = places[index]
-            assert place is not None
-            if location >> _PLACE_SHIFT != next_place or (run and length + pages * PAGE_BYTES > READ_COALESCE_BYTES):
+        direct, staged = request.direct, request.staged_bytes
+        runs: list[tuple[int, int, list[_Record]]] = []
+        taken = header_bytes = at = 0
+        while at < len(direct) and taken < DIRECT_TURN_BYTES:
+            run, length, run_header_bytes = self._run(request, at)
+            if staged + taken and staged + taken + length > DIRECT_WINDOW_BYTES:
                 break
-            one = _Record(index, location, pages * PAGE_BYTES - len(place), place)
-            run.append(one)
-            length += pages * PAGE_BYTES
-            header_bytes += one.header_bytes
-            next_place += pages
-        if request.staged_bytes and request.staged_bytes + length > DIRECT_WINDOW_BYTES:
+            runs.append((length, header_bytes, run))
+            taken += length
+            header_bytes += run_header_bytes
+            at += len(run)
+        if not runs:
             return False
         headers = self._cache.allocate(header_bytes)
         if headers is None:
             request.blocked = True
             return False
-        for _ in run:
+        for _ in range(at):
             direct.popleft()
-        self._submit(_DirectRead(self, request, run, headers, location_segment(first), length))
+        headers.holders = len(runs)
+        request.staged_bytes += taken
+        self._submit(request, runs, headers)
         return True
 
-    def _submit(self, read: _DirectRead) -> None:
-        buffers: list[memoryview] = []
-        at = 0
-        for one in read.run:
-            buffers += (read.headers.view[at : at + one.header_bytes], one.place)
-            at += one.header_bytes
-        self._table.hold(read.segment)
-        place = self._table.offset(read.segment, location_page(read.run[0].location))
-        read.request.staged_bytes += read.length_bytes
-        self._loader.submit(IoOp(IoKind.READ, place, buffers, flow=read.request.spec.flow, owner=read.done))
+    def _run(self, request: Request, at: int) -> tuple[list[_Record], int, int]:
+        """The record at this place of `request.direct` and those right behind it on the drive; their bytes, and those
+        of their headers."""
+        places, direct = request.places, request.direct
+        assert places is not None
+        location, index = direct[at]
+        run: list[_Record] = []
+        length = header_bytes = 0
+        while True:
+            pages = location >> DEPTH_BITS & _PAGES_MASK
+            record_bytes = pages * PAGE_BYTES
+            if run and length + record_bytes > READ_COALESCE_BYTES:
+                break
+            place = places[index]
+            assert place is not None
+            own_header_bytes = record_bytes - len(place)
+            run.append((index, location, own_header_bytes, place))
+            length += record_bytes
+            header_bytes += own_header_bytes
+            at += 1
+            if length >= READ_COALESCE_BYTES or at == len(direct):
+                break
+            next_place = (location >> _PLACE_SHIFT) + pages
+            location, index = direct[at]
+            if location >> _PLACE_SHIFT != next_place:
+                break
+        return run, length, header_bytes
 
-    def ended(self, read: _DirectRead, op: IoOp) -> None:
+    def _submit(self, request: Request, runs: list[tuple[int, int, list[_Record]]], headers: Piece) -> None:
+        """Queue a read for each of `runs`: its length, where its headers are in `headers`, and its records."""
+        table, loader, memory, flow = self._table, self._loader, headers.view, request.spec.flow
+        for length, header_at, run in runs:
+            buffers: list[memoryview] = []
+            at = header_at
+            for _, _, header_bytes, place in run:
+                buffers += (memory[at : at + header_bytes], place)
+                at += header_bytes
+            location = run[0][1]
+            segment = location_segment(location)
+            table.hold(segment)
+            offset = table.offset(segment, location_page(location))
+            read = _DirectRead(offset, buffers, length, flow, self._ended)
+            read.request = request
+            read.run = run
+            read.headers = headers
+            read.header_at = header_at
+            read.segment = segment
+            loader.submit(read)
+
+    def _ended(self, read: _DirectRead) -> None:
         """The drive has answered."""
         request = read.request
         self._loader.operations -= 1
         request.staged_bytes -= read.length_bytes
-        is_whole = op.error is None and op.done_bytes == op.length_bytes
-        generation = int(self._table.generation[read.segment])
-        at = 0
-        for one in read.run:
-            facts = self._facts(read, one, at, generation) if is_whole else None
-            at += one.header_bytes
-            if facts is None:
-                self._again(request, one.index)
-                continue
-            self._metrics.read_records += 1
-            request.loaded(one.index, facts, None, one.place[: facts.record_bytes], 0, facts.crcs)
+        is_whole = read.error is None and read.done_bytes == read.length_bytes
+        ref, generation = request.spec.namespace, int(self._table.generation[read.segment])
+        memory, at = read.headers.view, read.header_at
+        for index, location, header_bytes, place in read.run:
+            header = memory[at : at + header_bytes]
+            at += header_bytes
+            facts = check_header(header, ref, request.key(index), location, generation) if is_whole else None
+            # the payload begins where the place does, or it is not the record that was planned for
+            if type(facts) is RecordFacts and facts.header_pages * PAGE_BYTES == header_bytes:
+                self._metrics.read_records += 1
+                length = facts.record_bytes
+                payload = place if length == len(place) else place[:length]
+                request.loaded(index, facts, None, payload, 0, facts.crcs)
+            else:
+                self._again(request, index)
         read.headers.release()
         self._table.release(read.segment)
 
@@ -149,49 +191,35 @@ class DirectReads:
             self._plan(request, [index])
             self._activate(request)
 
-    def _facts(self, read: _DirectRead, one: _Record, at: int, generation: int) -> RecordFacts | None:
-        """What the header says, if it is the wanted record's and its payload begins where the place does."""
-        header = read.headers.view[at : at + one.header_bytes]
-        request = read.request
-        facts = check_header(header, request.spec.namespace, request.key(one.index), one.location, generation)
-        if not isinstance(facts, RecordFacts) or facts.header_pages * PAGE_BYTES != one.header_bytes:
-            return None
-        return facts
 
+class _DirectRead(IoOp):
+    """One operation: it reads headers into `headers`, from `header_at` on, and payload into the places of `run`.
 
-class _Record:
-    """One of a run."""
+    It holds the views it reads into, and so the client's memory, until it has completed.
+    """
 
-    __slots__ = ("header_bytes", "index", "location", "place")
+    __slots__ = ("header_at", "headers", "request", "run", "segment")
 
-    def __init__(self, index: int, location: int, header_bytes: int, place: memoryview) -> None:
-        self.index = index
-        self.location = location
-        self.header_bytes = header_bytes
-        self.place = place
-
-
-class _DirectRead:
-    """One operation. It holds the views it reads into, and so the client's memory, until it has completed."""
-
-    __slots__ = ("_reads", "headers", "length_bytes", "request", "run", "segment")
+    request: Request
+    run: list[_Record]
+    headers: Piece
+    header_at: int
+    segment: int
 
     def __init__(
         self,
-        reads: DirectReads,
-        request: Request,
-        run: list[_Record],
-        headers: Piece,
-        segment: int,
+        offset: int,
+        buffers: list[memoryview],
         length_bytes: int,
+        flow: FlowClass,
+        owner: Callable[[_DirectRead], None],
     ) -> None:
-        self._reads = reads
-        self.request = request
-        self.run = run
-        self.headers = headers
-        self.segment = segment
+        # what IoOp's constructor does, in line: one is made for nearly every record
+        self.kind = _READ
+        self.offset = offset
+        self.buffers = buffers
         self.length_bytes = length_bytes
-
-    def done(self, op: IoOp) -> None:
-        """One completion, as `IoOp.owner`."""
-        self._reads.ended(self, op)
+        self.flow = flow
+        self.owner = owner
+        self.error = None
+        self.done_bytes = self.submitted_ns = 0

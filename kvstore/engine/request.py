@@ -15,8 +15,8 @@ from kvstore.engine.ready import ReadyRecord
 from kvstore.limits import (
     DEVICE_IO_BYTES_MAX,
     DIGEST_BYTES,
+    DIRECT_TURN_BYTES,
     DIRECT_WINDOW_BYTES,
-    READ_COALESCE_BYTES,
     READ_WINDOW_BYTES,
 )
 from kvstore.types.checksum import block_count
@@ -201,7 +201,7 @@ class Request:
     @property
     def window_opens_bytes(self) -> int:
         """What may still be staged when it goes on after its window was full."""
-        return DIRECT_WINDOW_BYTES - READ_COALESCE_BYTES if self.direct else READ_WINDOW_BYTES * 3 // 4
+        return DIRECT_WINDOW_BYTES - DIRECT_TURN_BYTES if self.direct else READ_WINDOW_BYTES * 3 // 4
 
     def take_direct(self) -> list[int]:
         """The indices of `direct`, which has none then."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from enum import Enum
+from functools import lru_cache
 from typing import Final, Protocol
 
 from kvstore.engine.api import NamespaceRef
@@ -157,6 +158,7 @@ Layout = tuple[int, int, int, int, int]
 """Header pages, their bytes, end of the CRC table, checksum block, payload bytes."""
 
 
+@lru_cache(maxsize=256)
 def record_layout(shape: bytes, crc_count: int, length_bytes: int) -> Layout | None:
     """What a header says of lengths, None where that is not of a record of `length_bytes` padded bytes."""
     header_pages, _, block_bytes, record_bytes = _SHAPE.unpack(shape)

@@ -69,9 +69,12 @@ def test_a_drive_that_classes_share_gets_no_more() -> None:
 
 def test_a_quarter_of_the_last_is_kept_back_where_a_drive_answers_in_groups() -> None:
     pace = risen()
-    assert pace.kept_back(4 * MiB, 4 * MiB) == MiB
     assert pace.kept_back(4 * MiB, 4 * MiB - 1) == 0, "it is not the last"
     assert pace.kept_back(DRIVE_LAST_GROUP_BYTES, 8 * MiB) == 0, "that is little enough"
+    assert pace.kept_back(4 * MiB, 4 * MiB) == MiB
+    assert pace.kept_back(MiB, 8 * MiB) == MiB, "until something has ended"
+    pace.answered(stands=True, now_ns=0)
+    assert pace.kept_back(MiB, 8 * MiB) == 0
 
 
 def test_the_queue_gives_more_to_a_drive_that_tells_of_all_at_once() -> None:
