@@ -7,6 +7,7 @@ until its last request is done, milliseconds after a kill -9, and a lock of its 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvstore.errors import Unavailable
 from kvstore.limits import MS_NS, SECOND_NS
 
 _POLL_SECONDS: Final = 0.01
+_log = logging.getLogger(__name__)
 
 
 def lock_data_file(fd: int, path: str, *, wait_ns: int) -> None:
@@ -25,20 +27,29 @@ def lock_data_file(fd: int, path: str, *, wait_ns: int) -> None:
         Unavailable: somebody still holds it; the message names the path and, when found, the holder's pid.
     """
     deadline_ns = time.monotonic_ns() + wait_ns
+    told_ns = time.monotonic_ns() + SECOND_NS
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if time.monotonic_ns() >= deadline_ns:
+            now_ns = time.monotonic_ns()
+            if now_ns >= deadline_ns:
                 break
+            if now_ns >= told_ns:  # who ends keeps it for less
+                told_ns = deadline_ns
+                _log.warning("%s is in use by %s: waits for it, up to %g s", path, _holder_of(fd), wait_ns / SECOND_NS)
         time.sleep(_POLL_SECONDS)
-    pid = lock_holder_pid(fd)
-    holder = f"process {pid} ({_process_name(pid)})" if pid else "another process"
+    holder = _holder_of(fd)
     waited = f"{wait_ns / SECOND_NS:g} s" if wait_ns >= SECOND_NS else f"{wait_ns // MS_NS} ms"
     raise Unavailable(
         f"{path} is in use by {holder}, still locked after {waited}; stop that process, or name another data directory"
     )
+
+
+def _holder_of(fd: int) -> str:
+    pid = lock_holder_pid(fd)
+    return f"process {pid} ({_process_name(pid)})" if pid else "another process"
 
 
 def unlock_data_file(fd: int) -> None:

@@ -241,6 +241,15 @@ def test_a_second_process_is_told_who_has_the_drive(holder: subprocess.Popen[str
     assert "30 ms" in str(refused.value)
 
 
+def test_who_waits_for_another_process_says_so(
+    holder: subprocess.Popen[str], path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Unavailable):
+        open_device(path, size_bytes=SIZE, lock_wait_ns=1200 * MS_NS)
+    assert f"is in use by process {holder.pid}" in caplog.text
+    assert "waits for it, up to 1.2 s" in caplog.text
+
+
 def test_after_kill_9_the_next_owner_gets_it_when_all_writes_are_done(
     holder: subprocess.Popen[str], path: Path
 ) -> None:
