@@ -18,6 +18,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.limits import DIGEST_BYTES
 from kvstore.types.keys import ChunkKey, KeyChain, part_keys, record_keys
 from kvstore.types.layout import KVLayout
+from kvstore.types.namespace import Namespace
 from kvstore.types.results import MissReason
 from kvstore_client.topology import ChainPlaces
 
@@ -87,6 +88,17 @@ class RecordPlan:
     def record_count(self) -> int:
         """Records of the call over all sections."""
         return self.key_count * len(self.sections)
+
+
+def chain_in(namespace: Namespace, keys: Keys) -> KeyChain:
+    """`as_chain` of keys for a namespace. Raises InvalidRequest also for a chain that was made for another one."""
+    chain = as_chain(keys, chunks_per_run=namespace.layout.chunks_per_run)
+    if chain.namespace_digest and chain.namespace_digest != namespace.digest:
+        raise InvalidRequest(
+            f"the keys are of namespace {chain.namespace_digest.hex()[:16]}, this one is {namespace.digest.hex()[:16]} "
+            f"(model {namespace.model!r:.80}): keys never match across namespaces; make them by this one's keys(...)"
+        )
+    return chain
 
 
 def as_chain(keys: Keys, *, chunks_per_run: int = 1) -> KeyChain:

@@ -26,8 +26,8 @@ from kvstore_client.planner import (
     Keys,
     Section,
     all_record_keys,
-    as_chain,
     boundary_chunks,
+    chain_in,
     choose_shards,
     key_statuses,
     prefix_length,
@@ -138,7 +138,7 @@ def match(
 ) -> Verb[MatchAnswer]:
     """The longest prefix that every needed part can serve, pinned."""
     layout = namespace.layout
-    chain = as_chain(keys, chunks_per_run=layout.chunks_per_run)
+    chain = chain_in(namespace, keys)
     sparse = list(dict.fromkeys(name for name in need if not layout.part(name).is_dense))
     chosen = choose_shards(layout, shards)
     sections = sections_of(layout, shards=chosen, parts=(None, *sparse))
@@ -195,7 +195,7 @@ def lookup(
     def peek(blob: bytes, _: int) -> Message:
         return Match(namespace=namespace.digest, keys=blob, touch=False, count=False)
 
-    chain = as_chain(keys, chunks_per_run=namespace.layout.chunks_per_run)
+    chain = chain_in(namespace, keys)
     asked = Lookup(namespace=namespace, chain=chain, sections=sections, copies=copies, deadline_ns=deadline_ns)
     if waits:
         waited = yield from wait_places(core, asked)
@@ -221,7 +221,7 @@ def prefetch(
     def ask(blob: bytes, _: int) -> Message:
         return Prefetch(namespace=namespace.digest, keys=blob)
 
-    chain = as_chain(keys, chunks_per_run=namespace.layout.chunks_per_run)
+    chain = chain_in(namespace, keys)
     sections = _key_sections(namespace, shards, part)
     asked = Lookup(namespace=namespace, chain=chain, sections=sections, copies=copies, deadline_ns=deadline_ns)
     found = yield from ask_places(core, asked, ask, End, has_statuses=False)

@@ -23,7 +23,7 @@ from kvstore_client.outcomes import count_stores, miss_of, miss_reason, store_re
 from kvstore_client.planner import (
     Keys,
     Section,
-    as_chain,
+    chain_in,
     choose_shards,
     gather_statuses,
     key_statuses,
@@ -43,7 +43,7 @@ def store(
 ) -> Verb[list[Stored | Exists | Refused]]:
     """Writes records from the caller's memory."""
     layout = namespace.layout
-    chain = as_chain(request.keys, chunks_per_run=layout.chunks_per_run)
+    chain = chain_in(namespace, request.keys)
     sections = sections_of(layout, shards=choose_shards(layout, request.shards), parts=(request.part,))
     check_writable_part(layout, request.part)
     if len(request.buffers) != len(chain):
@@ -89,7 +89,7 @@ def delete(
     drive of a node on its own is away, or being read: in a cluster who comes back hears of it, here nobody tells.
     """
     layout = namespace.layout
-    chain = as_chain(keys, chunks_per_run=layout.chunks_per_run)
+    chain = chain_in(namespace, keys)
     chosen = choose_shards(layout, shards)
     was_there = [False] * len(chain)
     found: Sequence[int] = ()

@@ -28,7 +28,7 @@ from kvstore_client.attempts import Follow, attempt
 from kvstore_client.core import ClientCore
 from kvstore_client.incoming import OPEN
 from kvstore_client.outcomes import store_result
-from kvstore_client.planner import Keys, Section, as_chain, choose_shards, plan_records, sections_of
+from kvstore_client.planner import Keys, Section, chain_in, choose_shards, plan_records, sections_of
 from kvstore_client.record_facts import ChainFacts, PartFacts
 from kvstore_client.regions import Item, region_of
 from kvstore_client.rounds import Job, Verb, ensure_view
@@ -98,7 +98,7 @@ def open_writer(
 ) -> Verb[WriterState]:
     """Reserves room for every copy of every record. Those that are not granted have their outcome already."""
     layout = namespace.layout
-    chain = as_chain(request.keys, chunks_per_run=layout.chunks_per_run)
+    chain = chain_in(namespace, request.keys)
     check_writable_part(layout, request.part)
     sections = sections_of(layout, shards=choose_shards(layout, request.shards), parts=(request.part,))
     lengths = _lengths(layout, sections, request.lengths, len(chain))

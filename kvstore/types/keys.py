@@ -61,7 +61,16 @@ class KeyChain(Sequence[ChunkKey]):
     without a position. Chains are equal when digests, first position and parent are.
     """
 
-    __slots__ = ("_blob", "_chunks_per_run", "_origin", "_origin_head", "_origin_parent", "_start", "_stop")
+    __slots__ = (
+        "_blob",
+        "_chunks_per_run",
+        "_namespace",
+        "_origin",
+        "_origin_head",
+        "_origin_parent",
+        "_start",
+        "_stop",
+    )
 
     def __init__(
         self,
@@ -102,6 +111,7 @@ class KeyChain(Sequence[ChunkKey]):
         self._origin_parent = parent
         self._origin_head = run_head
         self._chunks_per_run = chunks_per_run
+        self._namespace = b""
 
     @classmethod
     def from_tokens(
@@ -140,6 +150,7 @@ class KeyChain(Sequence[ChunkKey]):
         bodies = _chunk_bodies(pack_tokens(tokens), chunk_tokens, extra)
         digests = digest_chain(_CHUNK + namespace_digest, parent or ZERO_DIGEST, bodies)
         chain = cls(digests, first_position=position, parent=parent, chunks_per_run=chunks_per_run)
+        chain._namespace = namespace_digest
         return chain if after is None else (after + chain)[len(after) :]
 
     @classmethod
@@ -176,9 +187,16 @@ class KeyChain(Sequence[ChunkKey]):
             if not isinstance(value, bytes) or not 1 <= len(value) <= ENGINE_HASH_BYTES_MAX:
                 raise InvalidRequest(f"hash {index} is {value!r:.80}; use 1 to {ENGINE_HASH_BYTES_MAX} bytes")
         digests = digest_bodies(prefix, [_U32.pack(len(value)) + value for value in hashes])
-        return cls(
+        chain = cls(
             digests, first_position=first_position, parent=parent, run_head=run_head, chunks_per_run=chunks_per_run
         )
+        chain._namespace = namespace_digest
+        return chain
+
+    @property
+    def namespace_digest(self) -> bytes:
+        """Of the namespace that all of the keys were made for; b"" where that is not known."""
+        return self._namespace
 
     @property
     def digests(self) -> bytes:
@@ -274,8 +292,11 @@ class KeyChain(Sequence[ChunkKey]):
         if not len(self) and self._origin is None:
             return other
         if not self._is_followed_by(other):
-            return KeyChain(self.digests + other.digests)
+            apart = KeyChain(self.digests + other.digests)
+            apart._namespace = self._namespace_with(other)
+            return apart
         joined = KeyChain(chunks_per_run=self._chunks_per_run)
+        joined._namespace = self._namespace_with(other)
         joined._blob = self._blob[: self._stop * DIGEST_BYTES] + other.digests
         joined._start, joined._stop = self._start, self._stop + len(other)
         joined._origin, joined._origin_parent, joined._origin_head = (
@@ -290,6 +311,9 @@ class KeyChain(Sequence[ChunkKey]):
         ends = f", {self._digest(self._start).hex()[:8]}..{self._digest(self._stop - 1).hex()[:8]}" if len(self) else ""
         return f"KeyChain({len(self)} keys, {where}{ends})"
 
+    def _namespace_with(self, other: KeyChain) -> bytes:
+        return self._namespace if self._namespace == other._namespace else b""
+
     def _is_followed_by(self, other: KeyChain) -> bool:
         if self.first_position is None or other.first_position != self.first_position + len(self):
             return False
@@ -301,8 +325,11 @@ class KeyChain(Sequence[ChunkKey]):
         start, stop, step = index.indices(len(self))
         if step != 1:
             picked = b"".join(self._digest(self._start + at) for at in range(start, stop, step))
-            return KeyChain(picked, chunks_per_run=self._chunks_per_run)
+            part = KeyChain(picked, chunks_per_run=self._chunks_per_run)
+            part._namespace = self._namespace
+            return part
         part = KeyChain(chunks_per_run=self._chunks_per_run)
+        part._namespace = self._namespace
         part._blob = self._blob
         part._start, part._stop = self._start + start, self._start + max(start, stop)
         part._origin, part._origin_parent, part._origin_head = self._origin, self._origin_parent, self._origin_head
