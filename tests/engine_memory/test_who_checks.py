@@ -151,6 +151,19 @@ def test_ranges_and_reads_that_are_to_be_verified_are_summed(length: int) -> Non
         lab.check_memory()
 
 
+@LENGTHS
+def test_a_copy_that_is_named_is_its_readers_to_sum(length: int) -> None:
+    lab = Lab(segment_bytes=8 * MiB)
+    keys, good = lab.put(2, length), numbers(1, 2, length)
+    lab.drive.flip_at_rest(lab.place(keys[1]) + AT_REST, 3)
+    sink = read(lab, keys, content_ids=bytes(32))
+    assert (sink.answers[0], sink.doubtful) == (good[0], [1])
+    assert counted(lab) == (0, 0, 0)
+    assert read(lab, keys[1:], content_ids=bytes(16), verify=True).answers == [MissReason.CORRUPT]
+    assert counted(lab) == (2, 1, 1)
+    lab.check_memory()
+
+
 def test_a_key_that_is_given_twice_is_summed() -> None:
     lab = Lab(segment_bytes=8 * MiB)
     keys, good = lab.put(3, 20_000), numbers(1, 3, 20_000)
