@@ -39,7 +39,15 @@ from kvstore.cluster.settling import Attendance, Overdue, Periods, settle
 from kvstore.cluster.store import ABSENT, NO_LEASE, Change, ClusterStore, Entry, Image, Lease
 from kvstore.cluster.view import TargetId, TargetState, View, encode_view
 from kvstore.errors import Closed, KVStoreError, LeaseExpired, StaleView
-from kvstore.limits import LEASE_TTL_NS_DEFAULT, MS_NS, REJOIN_NS_MIN, SECOND_NS, STORE_RETRY_NS_MAX, STORE_RETRY_NS_MIN
+from kvstore.limits import (
+    LEASE_TTL_NS_DEFAULT,
+    MS_NS,
+    REJOIN_NS_MIN,
+    SECOND_NS,
+    STORE_ATTEMPT_NS,
+    STORE_RETRY_NS_MAX,
+    STORE_RETRY_NS_MIN,
+)
 
 log = logging.getLogger(__name__)
 
@@ -193,12 +201,14 @@ class Membership:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._registered.clear()
+        wait_ns = STORE_ATTEMPT_NS if self._failure else None  # a store that is away anyway is given one more attempt
         try:
             if self._lease is not None:
-                await self._store.revoke(self._lease.id)
-                await self._say_goodbye()
-        except KVStoreError as error:
-            log.warning("the cluster learns of our end when the lease runs out: %s", error)
+                async with asyncio.timeout(wait_ns / SECOND_NS if wait_ns else None):
+                    await self._store.revoke(self._lease.id)
+                    await self._say_goodbye()
+        except (KVStoreError, TimeoutError) as error:
+            log.warning("the cluster learns of our end when the lease runs out: %s", error or self._failure)
         self._lease = None
         await self._store.close()
         self._tell()

@@ -68,6 +68,7 @@ class CutStore:
     def __init__(self, inner: ClusterStore) -> None:
         self._inner = inner
         self._cut = asyncio.Event()
+        self.is_mute = False  # no answer comes, rather than an error
 
     def cut(self) -> None:
         self._cut.set()
@@ -76,6 +77,9 @@ class CutStore:
         self._cut.clear()
 
     async def _unless_cut(self, call: Coroutine[Any, Any, Any]) -> Any:
+        if self.is_mute:
+            call.close()
+            await asyncio.Event().wait()
         if self._cut.is_set():
             call.close()
             raise Unavailable("this node is cut off")
@@ -389,6 +393,21 @@ def test_who_says_goodbye_is_down_at_once_and_a_drained_one_leaves(shared_etcd: 
             assert last is not None
             assert {target.id: target.state for target in last.targets} == {"t0": DOWN, "t1": DOWN}
             assert set(image.entries) == {VIEW_NAME, PEER_TOKEN_NAME}
+
+    run(body)
+
+
+def test_a_node_that_ends_waits_for_no_store_that_was_silent_before(shared_etcd: EtcdProcess) -> None:
+    async def body() -> None:
+        async with cluster_on(shared_etcd, 0) as cluster:
+            (node,) = cluster.nodes
+            await until(lambda: len(node.states()) == 1 and not node.member.fenced)
+            node.store.cut()
+            await until(lambda: "cut off" in node.member.failure)
+            assert node.member._lease is not None
+            node.store.is_mute = True
+            async with asyncio.timeout(WAIT_SECONDS / 2):
+                await node.close()
 
     run(body)
 
