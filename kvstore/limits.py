@@ -160,6 +160,7 @@ ALLOCATED_OF_FREE_MAX: Final = 0.9  # of the memory that is free, what one alloc
 REGION_BYTES_PER_CLIENT_MAX: Final = 64 * GiB  # mapped for one process; page tables of it take 1/512
 REGION_BYTES_MAX: Final = 256 * GiB  # mapped for all clients of a worker
 BOUNCE_BYTES_MAX: Final = 64 * MiB  # of a connection: through it come records for memory that is not shared
+BOUNCE_BYTES_ALL_MAX: Final = 512 * MiB  # of a client's connections together
 REGION_DESCRIPTORS_WAITING_MAX: Final = 16  # received and not claimed by a REGION yet
 ANSWER_LOOK_NS: Final = 250_000  # a single read of shared memory looks for its answer, before it sleeps
 PLACES_PER_CALL_MAX: Final = 4_096  # items of one call whose memory is named

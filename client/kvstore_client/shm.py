@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Final
+from weakref import WeakSet
 
 from kvstore.limits import DETACHED_RANGES_MAX, PAGE_BYTES
 from kvstore.transport.shm import create_memory
@@ -93,6 +94,8 @@ class SharedMemory:
         self._count = 0
         self.changes = 0
         self.numbers: frozenset[int] = frozenset()
+        self._bounded: WeakSet[_Area] = WeakSet()
+        self._bounded_lock = threading.Lock()
 
     def allocate(self, length_bytes: int, *, prefault: bool) -> memoryview | None:
         """Memory of `length_bytes`, above 0, freed with the last view of it; None when the system gives none."""
@@ -114,6 +117,17 @@ class SharedMemory:
         one = self._add(fd, ctypes.addressof(ctypes.c_char.from_buffer(area)), whole)
         area.on_freed = partial(self._freed, one)
         return memoryview(area)[:length_bytes]
+
+    def allocate_bounded(self, length_bytes: int, *, bytes_max: int) -> memoryview | None:
+        """As `allocate`, of pages that are there; None too where those so allocated would be more than `bytes_max`."""
+        with self._bounded_lock:
+            if sum(map(len, self._bounded)) + length_bytes > bytes_max:
+                return None
+            view = self.allocate(length_bytes, prefault=True)
+            if view is not None:
+                assert isinstance(view.obj, _Area), "a view of what was mapped"
+                self._bounded.add(view.obj)
+            return view
 
     def find(self, address: int, length_bytes: int) -> tuple[Allocation, int] | None:
         """The allocation that holds these bytes, and their offset in it."""

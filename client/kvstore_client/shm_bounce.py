@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.limits import BOUNCE_BYTES_MAX, PAGE_BYTES, MiB
+from kvstore.limits import BOUNCE_BYTES_ALL_MAX, BOUNCE_BYTES_MAX, PAGE_BYTES, MiB
 from kvstore_client.shm import SharedMemory
 from kvstore_client.stats import Counters
 
@@ -43,7 +43,8 @@ class Bounce:
     def cut(self, lengths: Sequence[int]) -> list[memoryview]:
         """Places for the first of so many records, none of them empty: as many as fit, each from the start of a page.
 
-        None if there is no memory. They belong to the call in progress on the connection.
+        None if there is no memory, or all connections have BOUNCE_BYTES_ALL_MAX. They belong to the call in progress on
+        the connection.
         """
         starts, end = [], 0
         for length in lengths:
@@ -57,7 +58,9 @@ class Bounce:
         whole = self._whole
         if whole is None or len(whole) < end:
             size = min(BOUNCE_BYTES_MAX, -(-end // _STEP_BYTES) * _STEP_BYTES)
-            whole = self._whole = self._memory.allocate(size, prefault=True)
+            self._whole = None  # so that it does not count beside what takes its place
+            del whole
+            whole = self._whole = self._memory.allocate_bounded(size, bytes_max=BOUNCE_BYTES_ALL_MAX)
             if whole is None:
                 return []
         return [whole[start : start + length] for start, length in zip(starts, lengths, strict=False)]

@@ -19,9 +19,12 @@ from kvstore.testing.metrics_page import metric, wait_for_metric
 from kvstore.testing.serve_process import Ready, ServeProcess
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
-from kvstore_client import Hit, KVClient, Miss, Stored
+from kvstore_client import Hit, KVClient, Miss, Stored, shm_bounce
 from kvstore_client.namespace_handle import BoundNamespace
 from kvstore_client.placed_inflow import PlacedInflow
+from kvstore_client.shm import SharedMemory
+from kvstore_client.shm_bounce import Bounce
+from kvstore_client.stats import Counters
 
 SIZE = MiB
 COUNT = 8
@@ -195,3 +198,17 @@ def test_a_node_that_is_killed_in_such_a_read_leaves_nothing_that_is_seen(
                 assert time.monotonic() < until_s, "it serves again"
             assert again == values
             assert [bytes(one) for one in into] == seen, "nobody writes there after the return"
+
+
+def test_memory_of_all_connections_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_bounce, "BOUNCE_BYTES_ALL_MAX", 6 * MiB)
+    memory, counters = SharedMemory(), Counters()
+    one, other = Bounce(memory, counters), Bounce(memory, counters)
+    assert len(one.cut([MiB] * 2)) == 2
+    assert len(other.cut([MiB] * 4)) == 4
+    del other
+    assert len(one.cut([MiB] * 6)) == 6, "what it had does not count beside what takes its place"
+    third = Bounce(memory, counters)
+    assert third.cut([MiB]) == [], "then it goes through the socket"
+    one.forget()
+    assert len(third.cut([MiB])) == 1
