@@ -36,6 +36,7 @@ from kvstore.limits import (
     PUT_PARCEL_BYTES,
     PUT_PARCEL_ENDS_BYTES,
     PUT_PARCEL_RECORDS_MAX,
+    PUT_SHORT_PARCELS,
     WRITER_BYTES_PER_CLIENT_MAX,
     WRITER_TTL_NS,
     WRITERS_PER_CLIENT_MAX,
@@ -507,12 +508,18 @@ _WAITED_FOR = {True: "another put of the same key; its outcome is not known yet"
 
 
 def parcel_sizes(count: int, payload_bytes: int) -> list[int]:
-    """How many records go in each parcel: the first is small, since the drive waits, and so are those at the end."""
+    """How many records go in each parcel: the first is small, since the drive waits.
+
+    Of a short offer those at the end are small, too. A long one's are not: the drive is behind anyway, and each parcel
+    costs a write and a block of the log.
+    """
     most = max(1, min(PUT_PARCEL_RECORDS_MAX, PUT_PARCEL_BYTES // payload_bytes))
     least = max(1, min(most, PUT_PARCEL_ENDS_BYTES // payload_bytes))
+    is_short = count <= PUT_SHORT_PARCELS * most
     sizes: list[int] = []
     while count:
-        sizes.append(min(most if sizes else least, max(least, -(-count // 2)), count))
+        half = max(least, -(-count // 2)) if is_short else count
+        sizes.append(min(most if sizes else least, half, count))
         count -= sizes[-1]
     return sizes
 
