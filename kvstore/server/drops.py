@@ -41,7 +41,8 @@ log = logging.getLogger(__name__)
 
 _KEY: Final = "drops"
 _TOLD_KEY: Final = "drops/told"
-"""By manifest the workers that have dropped it, by their drives: not again, see `PendingDrops.make_up`."""
+"""By manifest the drives whose workers have dropped it: not again, see `PendingDrops.make_up`. By their ids, which stay
+with them wherever they are plugged in: a path may lead to a drive that has not heard."""
 
 
 class Record(Protocol):
@@ -114,12 +115,17 @@ class PendingDrops:
             for manifest in self._manifests():
                 order = DropOrder(tenant="", namespace=digest(manifest), manifest=manifest)
                 told = self._told(manifest)
-                names = {_name_of(worker): worker for worker in workers}
-                places = {name: _own(f"worker {name}", names[name]) for name in names if name not in told}
+                owned = [_drives_of(worker) for worker in workers]
+                places = {
+                    at: _own(f"worker {at}", worker)
+                    for at, worker in enumerate(workers)
+                    if not owned[at] or not told.issuperset(owned[at])
+                }
                 await asyncio.gather(*(_drop_at(place, order, CONTROL_DEADLINE_NS) for place in places.values()))
-                told.update(name for name, place in places.items() if place.is_dropped)
-                if not told.issuperset(names):
-                    self._keep_told(manifest, told)
+                for at, place in places.items():
+                    told |= owned[at] if place.is_dropped else set()
+                if not all(place.is_dropped for place in places.values()):
+                    self._remember(manifest, told)
                     return
                 log.warning(
                     "a namespace was dropped while no drive served; it is dropped on %s workers now", len(workers)
@@ -135,8 +141,14 @@ class PendingDrops:
         except Unavailable as error:
             log.warning("a drop that was made up for will be made once more: %s", error)
 
+    def _remember(self, manifest: bytes, told: set[str]) -> None:
+        try:
+            self._keep_told(manifest, told)
+        except Unavailable as error:
+            log.warning("who has made up for a drop cannot be kept, and will do so once more: %s", error)
+
     def _told(self, manifest: bytes) -> set[str]:
-        """The workers that have dropped it, also by an earlier life of this process."""
+        """The drives whose workers have dropped it, also in an earlier life of this process."""
         return set(self._all_told().get(base64.b64encode(manifest).decode(), ()))
 
     def _keep_told(self, manifest: bytes, told: set[str]) -> None:
@@ -207,9 +219,9 @@ async def drop_everywhere(
     return Dropped(dropped=True, unreached=unreached)
 
 
-def _name_of(worker: WorkerHandle) -> str:
-    """The same over restarts, as long as it has the same drives."""
-    return ",".join(worker.data_dirs)
+def _drives_of(worker: WorkerHandle) -> set[str]:
+    """Ids of those it serves; none before it first did."""
+    return {target.id for target in worker.readiness.targets} if worker.readiness is not None else set()
 
 
 def _check(order: DropOrder) -> None:
