@@ -208,7 +208,7 @@ class Membership:
                     await self._store.revoke(self._lease.id)
                     await self._say_goodbye()
         except (KVStoreError, TimeoutError) as error:
-            log.warning("the cluster learns of our end when the lease runs out: %s", error or self._failure)
+            log.warning("the cluster learns of our end when the lease runs out: %s", str(error) or self._failure)
         self._lease = None
         await self._store.close()
         self._tell()
