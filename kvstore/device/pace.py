@@ -23,7 +23,7 @@ class Pace:
     def __init__(self) -> None:
         self._bytes_max = 0  # 0 of an idle drive
         self._kept_bytes = 0  # until something has ended
-        self._shared_ns = -DRIVE_ALONE_NS  # when several flow classes last waited
+        self._shared_ns = -DRIVE_ALONE_NS  # when several flow classes last used it
 
     def bytes_max(self, waiting_bytes: int) -> int:
         """How many bytes may be on the drive.
@@ -47,7 +47,7 @@ class Pace:
         return self._kept_bytes
 
     def shared(self, now_ns: int) -> None:
-        """Several flow classes wait for the drive."""
+        """Several flow classes use the drive."""
         self._shared_ns = now_ns
 
     def answered(self, *, stands: bool, now_ns: int) -> None:

@@ -166,6 +166,8 @@ class DispatchQueue:
         else:
             bytes_max = DRIVE_WRITE_BYTES_QUIET_MAX
         bytes_room = bytes_left = bytes_max - self.in_flight_bytes
+        if self._is_shared():
+            self._pace.shared(now_ns)
         urgent = self._urgent
         if room <= 0 or (bytes_room <= 0 and not urgent):
             return
@@ -183,10 +185,7 @@ class DispatchQueue:
             total += 1
         queues = self._queues
         waiting = [flow for flow in FLOWS if queues[flow]]
-        pick = None
-        if len(waiting) > 1:
-            pick = self.policy.pick
-            self._pace.shared(now_ns)
+        pick = self.policy.pick if len(waiting) > 1 else None
         flow = waiting[0] if waiting else _BACKGROUND
         kept_bytes = self._pace.kept_back(waiting_bytes, bytes_left) if self._reads else 0
         while room and bytes_left > 0 and (not kept_bytes or waiting_bytes > kept_bytes):
@@ -213,6 +212,11 @@ class DispatchQueue:
         self.in_flight += total
         self.in_flight_bytes += bytes_room - bytes_left
         self.device.submit(batch)
+
+    def _is_shared(self) -> bool:
+        """Whether several flow classes use the drive: they wait for it, or somebody waits for what is on it."""
+        classes = zip(FLOWS, self._queues, self.in_flight_by_flow, strict=True)
+        return sum(1 for flow, queue, count in classes if queue or (count and flow is not _BACKGROUND)) > 1
 
     def _cut(self, queue: deque[IoOp], room: int, bytes_room: int) -> IoOp:
         """Take of the first operation, a scattered read, what fits: all that is left of it, or a part."""
@@ -249,8 +253,6 @@ class DispatchQueue:
             now_ns = self._clock()
             self._account(done, now_ns)
             stands = self.queued > 0 and not self.in_flight
-            if stands and sum(map(bool, self._queues)) > 1:
-                self._pace.shared(now_ns)
             self._pace.answered(stands=stands, now_ns=now_ns)
             if self._parts:
                 done = self._join(done)

@@ -109,6 +109,30 @@ def test_the_queue_gives_no_more_while_another_class_waits() -> None:
     device.close()
 
 
+def test_who_waits_alone_behind_what_another_class_has_on_the_drive_shares_it() -> None:
+    device = FaultyDevice(MemoryDevice(size_bytes=64 * MiB))
+    queue = DispatchQueue(device, 100, clock=lambda: DRIVE_ALONE_NS)
+
+    def flood(count: int) -> None:
+        for at in range(count):
+            queue.submit(IoOp(IoKind.READ, at * MiB, [aligned(MiB)], flow=FlowClass.PREFILL_READ))
+        queue.start()
+
+    device.hold()
+    flood(20)
+    while queue.queued:
+        device.release(queue.in_flight)
+        queue.pump()
+    queue.submit(IoOp(IoKind.READ, 0, [aligned(4096)], flow=FlowClass.DECODE_READ))
+    queue.start()
+    flood(30)
+    while queue.queued:
+        device.release(queue.in_flight)
+        queue.pump()
+        assert queue.in_flight <= 4, "another read of the class may come at any time"
+    device.close()
+
+
 def test_operations_of_no_bytes_are_not_kept_back() -> None:
     queue = DispatchQueue(MemoryDevice(size_bytes=MiB), 8)
     queue.submit(IoOp(IoKind.READ, 0, [aligned(4096)]))
