@@ -65,7 +65,7 @@ DRIVE_BYTES_IN_FLIGHT_MAX: Final = 4 * MiB  # 14 GB/s, the fastest drives, times
 DRIVE_BYTES_AT_FIRST: Final = 1 * MiB  # of them at least, until an idle drive has completed something
 DRIVE_BYTES_IN_GROUPS_MAX: Final = 8 * MiB  # of a drive that answers all it was given at once, and stands still then
 DRIVE_LAST_GROUP_BYTES: Final = 2 * MiB  # as much as such a drive gets at once of the last
-DRIVE_ALONE_NS: Final = 100 * MS_NS  # so long ago other flow classes waited for it
+DRIVE_ALONE_NS: Final = 100 * MS_NS  # so long ago other flow classes used it
 DRIVE_WRITE_BYTES_IN_FLIGHT_MAX: Final = 8 * MiB  # while nobody waits for a read: two long writes, and none in between
 DRIVE_WRITE_BYTES_QUIET_MAX: Final = 16 * MiB  # while nobody has read for DRIVE_QUIET_NS: who does then waits 6 ms
 DRIVE_QUIET_NS: Final = SECOND_NS
@@ -137,9 +137,7 @@ RESULTS_WAIT_NS: Final = 40 * MS_NS  # between two RESULT frames of an offer who
 SWEEP_NS: Final = 250 * MS_NS  # how soon an overdue connection or call is noticed
 PEER_STALL_NS: Final = 30 * SECOND_NS  # for a peer to read, or to go on with what it began to send
 PEER_STALL_WAITED_NS: Final = 3 * SECOND_NS  # the same while others wait for the memory that it may hold
-PEER_RATE_BYTES_SECOND_MIN: Final = (
-    32 * KiB
-)  # of a peer that goes on: what it moves less than in such a time, in twice the time, is none
+PEER_RATE_BYTES_SECOND_MIN: Final = 32 * KiB  # of a peer that goes on, see kvstore/server/pace.py
 PEER_DRAINS_NS: Final = 30 * SECOND_NS  # in which a peer must move as much as it holds, while others wait for memory
 REQUEST_ARRIVES_NS: Final = 30 * SECOND_NS  # for a long body, or inline payload, from its first byte to its last
 REQUEST_ARRIVES_WAITED_NS: Final = 5 * SECOND_NS  # the same while others are refused for the memory that it holds
@@ -421,6 +419,8 @@ assert FRAME_AIM_BYTES <= FRAME_PAYLOAD_BYTES_MAX
 assert SLICES_PER_FRAME_MAX * (64 + SLICE_BYTES_MAX // CHECKSUM_BYTES_MIN * 4) <= FRAME_BODY_BYTES_MAX, "PLACED"
 assert PARCEL_BYTES_MAX <= FRAME_PAYLOAD_BYTES_MAX, "a parcel is a frame"
 assert PARCEL_BYTES_FIRST <= PARCEL_BYTES_MAX
+assert DIRECT_TURN_BYTES // (2 * PAGE_BYTES) < READ_TURN_OPS_MAX, "a record is a header and payload"
+assert DIRECT_TURN_BYTES <= DIRECT_WINDOW_BYTES
 assert PARCEL_BYTES_MAX // PAGE_BYTES <= READ_TURN_OPS_MAX < QUEUED_OPS_MAX, "a turn fits the queue, or waits for it"
 assert INTEGRATION_STAGING_BYTES >= PAYLOAD_BYTES_MAX, "an integration stages at least one chunk"
 assert PAYLOAD_BYTES_MAX <= SEGMENT_BYTES_MAX
