@@ -63,12 +63,13 @@ class Patience:
 class Pace:
     """How one peer gets on, as seen now and then."""
 
-    __slots__ = ("_call_id", "_moved_bytes", "_moved_ns", "_request", "_request_ns", "_seen_bytes")
+    __slots__ = ("_call_id", "_moved_bytes", "_moved_ns", "_request", "_request_ns", "_seen_bytes", "_seen_ns")
 
     def __init__(self) -> None:
         self._call_id = -1
         self._moved_bytes: int | None = None  # when its time began
         self._seen_bytes: int | None = None  # when it was looked at last
+        self._seen_ns = 0  # when that was seen first
         self._moved_ns = 0
         self._request: object = _NOTHING
         self._request_ns = 0
@@ -83,13 +84,15 @@ class Pace:
             stall_ns: For how long it may.
             least: Bytes a second; less is next to nothing.
         """
-        before, seen = self._moved_bytes, self._seen_bytes
-        self._seen_bytes = moved_bytes
+        before = self._moved_bytes
+        if moved_bytes != self._seen_bytes:
+            self._seen_bytes = moved_bytes
+            self._seen_ns = now_ns
         if moved_bytes is None or before is None or moved_bytes < before or call_id != self._call_id:
             self._call_id = call_id
+            self._seen_ns = now_ns
         elif moved_bytes - before < least * stall_ns // SECOND_NS:
-            # what was on its way while we were held up is seen a little later
-            return now_ns - self._moved_ns >= (stall_ns if moved_bytes == seen else 2 * stall_ns)
+            return now_ns - self._seen_ns >= stall_ns or now_ns - self._moved_ns >= 2 * stall_ns
         self._moved_bytes = moved_bytes
         self._moved_ns = now_ns
         return False

@@ -83,12 +83,25 @@ def test_who_moves_less_than_the_least_rate_stands_still() -> None:
     ]
     assert seen == [False] * 4
     late_ns = 2 * PEER_STALL_WAITED_NS
-    assert pace.is_stalled(least - 1, call_id=1, now_ns=late_ns - 1, stall_ns=PEER_STALL_WAITED_NS, least=RATE), (
-        "it rests, too"
-    )
+    assert pace.is_stalled(least - 1, call_id=1, now_ns=late_ns, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
     assert not pace.is_stalled(least, call_id=1, now_ns=late_ns, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
     assert not pace.is_stalled(least + 1, call_id=1, now_ns=2 * late_ns - 1, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
     assert pace.is_stalled(least + 2, call_id=1, now_ns=2 * late_ns, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
+
+
+def test_who_has_just_moved_does_not_stand_still() -> None:
+    pace = Pace()
+    seen = [
+        pace.is_stalled(moved, call_id=1, now_ns=now, stall_ns=PEER_STALL_NS, least=RATE)
+        for moved, now in (
+            (0, 0),
+            (500_000, PEER_STALL_NS - SECOND_NS),
+            (500_000, PEER_STALL_NS),
+            (500_000, 2 * PEER_STALL_NS - SECOND_NS - 1),
+            (500_000, 2 * PEER_STALL_NS - SECOND_NS),
+        )
+    ]
+    assert seen == [False, False, False, False, True]
 
 
 @pytest.mark.parametrize("begins_anew", [(None, 1), (5, 1), (20, 2)], ids=["nothing expected", "part done", "new call"])
