@@ -28,9 +28,9 @@ from kvstore.server import rdma_calls
 from kvstore.server.accepted import node_channel
 from kvstore.server.call import Call
 from kvstore.server.clients import Client
+from kvstore.server.headway import Headway, Patience
 from kvstore.server.lane import ReadLane
 from kvstore.server.loop import BROKEN, READABLE, WRITABLE, Loop
-from kvstore.server.pace import Pace, Patience
 from kvstore.server.rdma import RdmaService
 from kvstore.server.tenants import Grant, Scope
 from kvstore.telemetry.logs import RepeatLogger
@@ -105,13 +105,13 @@ class Connection:
 
     __slots__ = (
         "_handlers",
+        "_headway",
         "_held_bytes",
         "_interest",
         "_lane",
         "_lingering",
         "_memory",
         "_overload",
-        "_pace",
         "_plane",
         "_waits_writable",
         "call",
@@ -168,7 +168,7 @@ class Connection:
         self.is_closed = False
         self._lingering = False
         self._lane: ReadLane | None = None  # from HELLO on, until the last words
-        self._pace = Pace()
+        self._headway = Headway()
         self.is_blocked = False
         self._waits_writable = False
         self._interest: int = READABLE
@@ -459,12 +459,12 @@ class Connection:
         if self._lingering or self.is_admin:
             return
         stall_ns, arrives_ns = patience.stall_ns, patience.arrives_ns
-        moved_bytes, now_ns, pace = self.channel.progress, self._plane.now_ns, self._pace
+        moved_bytes, now_ns, headway = self.channel.progress, self._plane.now_ns, self._headway
         call_id, least = self.session.request_id, patience.least_rate(self._held_of_engine())
-        if pace.is_stalled(moved_bytes, call_id=call_id, now_ns=now_ns, stall_ns=stall_ns, least=least):
+        if headway.is_stalled(moved_bytes, call_id=call_id, now_ns=now_ns, stall_ns=stall_ns, least=least):
             text = f"read nor sent on {least} bytes a second for {stall_ns // SECOND_NS} s in the middle of a call"
             self._gave_out(f"the peer neither {text}")
-        elif pace.is_late(self.channel.reader.request, now_ns=now_ns, arrives_ns=arrives_ns):
+        elif headway.is_late(self.channel.reader.request, now_ns=now_ns, arrives_ns=arrives_ns):
             self._gave_out(f"a request was not whole {arrives_ns // SECOND_NS} s after it began: send smaller batches")
 
     def _held_of_engine(self) -> int:

@@ -39,8 +39,8 @@ from kvstore.server.clients import Client, Clients
 from kvstore.server.connection import Connection
 from kvstore.server.copier import Copier
 from kvstore.server.groups import GroupAnswers
+from kvstore.server.headway import Patience
 from kvstore.server.loop import READABLE, Loop
-from kvstore.server.pace import Patience
 from kvstore.server.place_calls import drop_regions, start_get_into, start_offer_from
 from kvstore.server.puts import start_offer
 from kvstore.server.rdma import RdmaService

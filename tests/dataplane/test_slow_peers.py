@@ -27,7 +27,7 @@ from kvstore.limits import (
     KiB,
     MiB,
 )
-from kvstore.server.pace import Pace
+from kvstore.server.headway import Headway
 from kvstore.testing.dict_engine import DictEngine
 from kvstore.testing.plane_lab import LabClient, PlaneLab
 from kvstore.types.results import ItemStatus
@@ -73,26 +73,26 @@ def pass_time(lab: PlaneLab, step_ns: int) -> None:
         lab.turn()
 
 
-# --- pace: pure ----------------------------------------------------------------------------------------------------
+# --- headway: pure -------------------------------------------------------------------------------------------------
 def test_who_moves_less_than_the_least_rate_stands_still() -> None:
-    pace = Pace()
+    peer = Headway()
     least = PEER_RATE_BYTES_SECOND_MIN * PEER_STALL_WAITED_NS // SECOND_NS
     seen = [
-        pace.is_stalled(moved, call_id=1, now_ns=now, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
+        peer.is_stalled(moved, call_id=1, now_ns=now, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
         for moved, now in ((0, 0), (1, SECOND_NS), (2, PEER_STALL_WAITED_NS), (least - 1, 2 * PEER_STALL_WAITED_NS - 1))
     ]
     assert seen == [False] * 4
     late_ns = 2 * PEER_STALL_WAITED_NS
-    assert pace.is_stalled(least - 1, call_id=1, now_ns=late_ns, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
-    assert not pace.is_stalled(least, call_id=1, now_ns=late_ns, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
-    assert not pace.is_stalled(least + 1, call_id=1, now_ns=2 * late_ns - 1, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
-    assert pace.is_stalled(least + 2, call_id=1, now_ns=2 * late_ns, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
+    assert peer.is_stalled(least - 1, call_id=1, now_ns=late_ns, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
+    assert not peer.is_stalled(least, call_id=1, now_ns=late_ns, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
+    assert not peer.is_stalled(least + 1, call_id=1, now_ns=2 * late_ns - 1, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
+    assert peer.is_stalled(least + 2, call_id=1, now_ns=2 * late_ns, stall_ns=PEER_STALL_WAITED_NS, least=RATE)
 
 
 def test_who_has_just_moved_does_not_stand_still() -> None:
-    pace = Pace()
+    peer = Headway()
     seen = [
-        pace.is_stalled(moved, call_id=1, now_ns=now, stall_ns=PEER_STALL_NS, least=RATE)
+        peer.is_stalled(moved, call_id=1, now_ns=now, stall_ns=PEER_STALL_NS, least=RATE)
         for moved, now in (
             (0, 0),
             (500_000, PEER_STALL_NS - SECOND_NS),
@@ -106,23 +106,23 @@ def test_who_has_just_moved_does_not_stand_still() -> None:
 
 @pytest.mark.parametrize("begins_anew", [(None, 1), (5, 1), (20, 2)], ids=["nothing expected", "part done", "new call"])
 def test_what_ends_in_time_is_no_standing_still(begins_anew: tuple[int | None, int]) -> None:
-    pace = Pace()
+    peer = Headway()
     moved, call_id = begins_anew
-    assert not pace.is_stalled(10, call_id=1, now_ns=0, stall_ns=PEER_STALL_NS, least=RATE)
-    assert not pace.is_stalled(moved, call_id=call_id, now_ns=PEER_STALL_NS, stall_ns=PEER_STALL_NS, least=RATE)
-    assert not pace.is_stalled(moved, call_id=call_id, now_ns=2 * PEER_STALL_NS - 1, stall_ns=PEER_STALL_NS, least=RATE)
-    assert pace.is_stalled(moved, call_id=call_id, now_ns=2 * PEER_STALL_NS, stall_ns=PEER_STALL_NS, least=RATE) is (
+    assert not peer.is_stalled(10, call_id=1, now_ns=0, stall_ns=PEER_STALL_NS, least=RATE)
+    assert not peer.is_stalled(moved, call_id=call_id, now_ns=PEER_STALL_NS, stall_ns=PEER_STALL_NS, least=RATE)
+    assert not peer.is_stalled(moved, call_id=call_id, now_ns=2 * PEER_STALL_NS - 1, stall_ns=PEER_STALL_NS, least=RATE)
+    assert peer.is_stalled(moved, call_id=call_id, now_ns=2 * PEER_STALL_NS, stall_ns=PEER_STALL_NS, least=RATE) is (
         moved is not None
     )
 
 
 def test_the_time_of_a_request_is_its_own() -> None:
-    pace, one, two = Pace(), object(), object()
-    assert not pace.is_late(one, now_ns=0, arrives_ns=10)
-    assert not pace.is_late(two, now_ns=9, arrives_ns=10)
-    assert not pace.is_late(two, now_ns=18, arrives_ns=10)
-    assert pace.is_late(two, now_ns=19, arrives_ns=10)
-    assert not pace.is_late(None, now_ns=30, arrives_ns=10)
+    peer, one, two = Headway(), object(), object()
+    assert not peer.is_late(one, now_ns=0, arrives_ns=10)
+    assert not peer.is_late(two, now_ns=9, arrives_ns=10)
+    assert not peer.is_late(two, now_ns=18, arrives_ns=10)
+    assert peer.is_late(two, now_ns=19, arrives_ns=10)
+    assert not peer.is_late(None, now_ns=30, arrives_ns=10)
 
 
 # --- budget: pure --------------------------------------------------------------------------------------------------

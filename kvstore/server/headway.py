@@ -60,7 +60,7 @@ class Patience:
         return max(drains, PEER_RATE_BYTES_SECOND_MIN)
 
 
-class Pace:
+class Headway:
     """How one peer gets on, as seen now and then."""
 
     __slots__ = ("_call_id", "_moved_bytes", "_moved_ns", "_request", "_request_ns", "_seen_bytes", "_seen_ns")
