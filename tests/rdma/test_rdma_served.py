@@ -127,6 +127,7 @@ def test_tensors_are_used_in_place_by_address_and_length(town: Town) -> None:
         [port] = client.session().core.rdma._open_ports()
         assert port.cache.registered_bytes == 0, "nobody tells when it is freed: not a call longer"
         other = client.namespace(Namespace(tenant="default", model="t", weights="w", layout=ns.layout))
+        keys = other.keys(list(range(16 * 4)))
         assert all(isinstance(one, Stored) for one in other.put(keys, rows))
         pulled = town.metrics.pulled_bytes
         assert pulled == 8 * CHUNK
