@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -66,25 +65,6 @@ from kvstore.wire.messages import (
 
 def key_of(number: int) -> bytes:
     return number.to_bytes(32, "little")
-
-
-@pytest.fixture
-def engine() -> Iterator[DictEngine]:
-    made = DictEngine()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def lab(engine: DictEngine) -> Iterator[PlaneLab]:
-    made = PlaneLab(engine)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def namespace(engine: DictEngine) -> NamespaceRef:
-    return engine.add_namespace(b"manifest")
 
 
 def raw_client(lab: PlaneLab) -> LabClient:

@@ -32,18 +32,6 @@ def engine() -> Iterator[DictEngine]:
     made.close()
 
 
-@pytest.fixture
-def lab(engine: DictEngine) -> Iterator[PlaneLab]:
-    made = PlaneLab(engine)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def namespace(engine: DictEngine) -> NamespaceRef:
-    return engine.add_namespace(b"manifest")
-
-
 SIZES = [0, 1, 4095, 4096, 4097, 65536, 65537, MiB - 1, MiB, MiB + 1, FRAME_PAYLOAD_BYTES_MAX, 5 * MiB + 3]
 
 

@@ -63,18 +63,6 @@ def engine() -> Iterator[DictEngine]:
     made.close()
 
 
-@pytest.fixture
-def lab(engine: DictEngine) -> Iterator[PlaneLab]:
-    made = PlaneLab(engine)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def namespace(engine: DictEngine) -> NamespaceRef:
-    return engine.add_namespace(b"manifest")
-
-
 def stored(engine: DictEngine, namespace: NamespaceRef, number: int) -> bytes | None:
     record = engine.records.get((namespace.id, 0, key_of(number)))
     return None if record is None else bytes(record.data)

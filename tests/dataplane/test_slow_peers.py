@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -42,23 +41,6 @@ RATE = PEER_RATE_BYTES_SECOND_MIN
 
 def key_of(number: int) -> bytes:
     return number.to_bytes(32, "big")
-
-
-@pytest.fixture
-def engine() -> DictEngine:
-    return DictEngine()
-
-
-@pytest.fixture
-def lab(engine: DictEngine) -> Iterator[PlaneLab]:
-    made = PlaneLab(engine)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def namespace(engine: DictEngine) -> NamespaceRef:
-    return engine.add_namespace(b"manifest")
 
 
 def begin_body(client: LabClient, sent_bytes: int) -> None:

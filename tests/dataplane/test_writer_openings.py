@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -23,23 +22,6 @@ from kvstore.wire.slices import NO_CONTENT_ID, Slice
 
 HOUR_NS = 3600 * SECOND_NS
 VALUE = os.urandom(8192)
-
-
-@pytest.fixture
-def engine() -> DictEngine:
-    return DictEngine()
-
-
-@pytest.fixture
-def lab(engine: DictEngine) -> Iterator[PlaneLab]:
-    made = PlaneLab(engine)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def namespace(engine: DictEngine) -> NamespaceRef:
-    return engine.add_namespace(b"manifest")
 
 
 def opening(namespace: NamespaceRef, *, opening_id: bytes = b"") -> WriterOpen:
