@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias
@@ -28,7 +28,7 @@ from kvstore_client.ranges import Ranges
 from kvstore_client.read_shape import incoming_records
 from kvstore_client.read_verbs import MatchAnswer
 from kvstore_client.regions import Item, allocate, refuse_repeated
-from kvstore_client.rounds import Verb, first_view, try_ways
+from kvstore_client.rounds import first_view, try_ways
 from kvstore_client.shm_ways import Transport
 from kvstore_client.stats import Counters
 from kvstore_client.writer_verbs import OpenRequest, WriterState
@@ -82,6 +82,10 @@ class AsyncKVClient:
 
     def namespace(self, namespace: Namespace, *, copies: int | None = None) -> AsyncNamespace:
         """As `KVClient.namespace`."""
+        if self.options.traces:
+            from kvstore_client.tracing import TracedAsyncNamespace  # only those who trace have its package
+
+            return TracedAsyncNamespace(self, namespace, copies=copies)
         return AsyncNamespace(self, namespace, copies=copies)
 
     async def refresh(self) -> None:
@@ -162,7 +166,11 @@ class AsyncNamespace(NamespaceKeys):
             pin_ttl_ns=pin_ttl_ns(pin_ttl),
             deadline_ns=self._deadline_ns(deadline),
         )
-        return AsyncMatchCall(session, verb, self.layout)
+
+        async def ask() -> AsyncMatch:
+            return AsyncMatch(session, await session.driver.run(verb), self.layout)
+
+        return AsyncMatchCall(ask)
 
     async def get_into(
         self,
@@ -337,10 +345,8 @@ class AsyncMatch(MatchView):
 class AsyncMatchCall:
     """A match that is yet to be awaited."""
 
-    def __init__(self, session: AsyncSession, verb: Verb[MatchAnswer], layout: KVLayout) -> None:
-        self._session = session
-        self._verb = verb
-        self._layout = layout
+    def __init__(self, ask: Callable[[], Coroutine[object, None, AsyncMatch]]) -> None:
+        self._ask = ask
         self._match: AsyncMatch | None = None
 
     def __await__(self) -> Generator[object, None, AsyncMatch]:
@@ -355,10 +361,6 @@ class AsyncMatchCall:
     ) -> None:
         if self._match is not None:
             await self._match.release()
-
-    async def _ask(self) -> AsyncMatch:
-        answer = await self._session.driver.run(self._verb)
-        return AsyncMatch(self._session, answer, self._layout)
 
 
 class AsyncWriter:

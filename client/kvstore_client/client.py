@@ -107,6 +107,10 @@ class KVClient:
         Raises:
             InvalidRequest: `copies` is not 1 to 3.
         """
+        if self.options.traces:
+            from kvstore_client.tracing import TracedNamespace  # only those who trace have its package
+
+            return TracedNamespace(self, namespace, copies=copies)
         return BoundNamespace(self, namespace, copies=copies)
 
     def refresh(self) -> None:
@@ -226,5 +230,6 @@ def client_options(
         connections_per_target=known.connections_per_target,
         idle_ns=known.idle_ns,
         copies=known.copies,
+        traces=known.traces,
         transport=known.transport if transport is None and base is not None else parse_transport(transport),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from numbers import Real
 from typing import Final
 
@@ -38,6 +39,7 @@ class ClientOptions:
     copies: Of the records of namespaces that say nothing themselves; None is what the cluster says.
     transport: AUTO shares memory with nodes on this host and uses RDMA with others, TCP does neither, SHM and RDMA fail
         where they cannot be had.
+    traces: Each call is a span of OpenTelemetry; needs the extra `otel`.
     """
 
     flow: FlowClass = FlowClass.DECODE_READ
@@ -48,6 +50,7 @@ class ClientOptions:
     idle_ns: int = CONNECTION_IDLE_NS_MAX
     copies: int | None = None
     transport: Transport = Transport.TCP
+    traces: bool = False
 
     def __post_init__(self) -> None:
         if len(self.token) > TOKEN_BYTES_MAX:
@@ -57,6 +60,10 @@ class ClientOptions:
         if not 0 < self.deadline_ns <= REQUEST_NS_MAX:
             raise InvalidRequest(
                 f"deadline of {self.deadline_ns} ns; use above 0 and at most {REQUEST_NS_MAX / SECOND_NS:g} s"
+            )
+        if self.traces and find_spec("opentelemetry") is None:
+            raise InvalidRequest(
+                'traces is True and opentelemetry-api is not installed; pip install ".[otel]", or leave it False'
             )
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-FORBIDDEN = ("grpc", "google.protobuf", "torch", "transformers", "typer", "rich", "pydantic", "prometheus_client")
+FORBIDDEN = (
+    *("grpc", "google.protobuf", "torch", "transformers"),
+    *("typer", "rich", "pydantic", "prometheus_client", "opentelemetry"),
+)
 
 
 def test_the_client_is_light() -> None:

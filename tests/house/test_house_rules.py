@@ -29,6 +29,7 @@ THIRD_PARTY_HOMES: dict[str, tuple[str, ...]] = {
     "hypothesis": ("kvstore/testing/",),
     "ibverbs": ("kvstore/transport/rdma/ibverbs_backend.py",),
     "msgpack": ("kvstore/wire/codec.py",),
+    "opentelemetry": ("client/kvstore_client/tracing.py",),
     "pytest": ("kvstore/testing/",),
     "prometheus_client": ("kvstore/telemetry/prometheus.py",),
     "pyverbs": ("kvstore/transport/rdma/pyverbs_backend.py",),
