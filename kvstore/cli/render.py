@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from kvstore.server.report import (
     TenantReport,
 )
 from kvstore.server.summary import summary_lines, words_of_bytes, words_of_count
+from kvstore.telemetry.registry import named
 
 _DIGEST_CHARACTERS = 16
 _KEYS_SHOWN_MAX = 20
@@ -82,7 +83,7 @@ _TARGET_COLUMNS = (
 
 
 def json_text(value: object) -> str:
-    """A report as JSON: dataclasses as objects, bytes as hex, enums as their value."""
+    """A report as JSON: dataclasses as objects, bytes as hex, enums as their value, what is counted by its name."""
     return json.dumps(_plain(value), indent=2, ensure_ascii=False)
 
 
@@ -93,7 +94,8 @@ def json_line(value: object) -> str:
 
 def _plain(value: object) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(item) for name, item in asdict(value).items()}
+        plain = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return plain | {"numbers": named(value.numbers)} if isinstance(value, NodeReport) else plain
     if isinstance(value, dict):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

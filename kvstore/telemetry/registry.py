@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
-from kvstore.telemetry.instruments import Histogram, Instrument, Merge, instruments_of
+from kvstore.limits import SECOND_NS
+from kvstore.telemetry.instruments import LATENCY_BOUNDS_NS, Histogram, Instrument, Merge, instruments_of
 from kvstore.telemetry.metrics import ROOMS
 
 Value = int | float | str | list[int] | dict[str, int | list[int]]
 RoomSnapshot = dict[str, Value]
 Snapshot = dict[str, RoomSnapshot]
+NamedValue = int | float | str | dict[str, int] | dict[str, int | dict[str, int]]
 
 
 class Registry:
@@ -112,3 +114,26 @@ def text(snapshot: Mapping[str, RoomSnapshot], room: str, field_name: str) -> st
     value = snapshot.get(room, {}).get(field_name, "")
     assert isinstance(value, str)
     return value
+
+
+def named(snapshot: Mapping[str, RoomSnapshot]) -> dict[str, dict[str, NamedValue]]:
+    """A snapshot for programs that don't know our enums: lists as {label: count}, as in the metrics.
+
+    Counts of a histogram are by the upper bound of their bucket in seconds, each bucket on its own; "+Inf" is the last.
+    """
+    return {
+        room: {name: _named_value(value, instruments[name]) for name, value in values.items() if name in instruments}
+        for room, values in snapshot.items()
+        if room in ROOMS and (instruments := instruments_of(ROOMS[room]))
+    }
+
+
+def _named_value(value: Value, instrument: Instrument) -> NamedValue:
+    if isinstance(value, list):
+        return {label: count for label, count in zip(instrument.index_values, value, strict=False) if label}
+    if not isinstance(value, dict):
+        return value
+    bounds = (*(str(bound_ns / SECOND_NS) for bound_ns in LATENCY_BOUNDS_NS), "+Inf")
+    return {
+        name: dict(zip(bounds, part, strict=False)) if isinstance(part, list) else part for name, part in value.items()
+    }

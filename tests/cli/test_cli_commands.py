@@ -81,6 +81,8 @@ def test_status_is_json_for_programs(ready: Ready) -> None:
     report = json.loads(answer(ready, "status", "--json"))
     assert report["node"]["state"] == "serving"
     assert report["node"]["numbers"]["engine"]["live_bytes"] == 0
+    assert report["node"]["numbers"]["dataplane"]["calls"]["get"] == 0
+    assert report["node"]["numbers"]["supervisor"]["grpc_errors"]["denied"] == 0
     assert report["view"]["targets"][0]["data"] == ready.data
     assert report["node"]["workers"][0]["restarts"] == 0
 

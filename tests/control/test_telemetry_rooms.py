@@ -24,7 +24,7 @@ from kvstore.telemetry.metrics import (
     Verb,
     error_index,
 )
-from kvstore.telemetry.registry import Registry, merge, number, text
+from kvstore.telemetry.registry import Registry, merge, named, number, text
 from kvstore.types.flow import FlowClass
 from kvstore.types.results import MissReason, RefusedReason
 from kvstore.wire.codec import pack_plain, unpack_plain
@@ -143,6 +143,22 @@ def test_a_snapshot_is_a_copy_and_travels_by_msgpack() -> None:
     assert number(snapshot, "dataplane", "calls") == 0
     assert unpack_plain(pack_plain(registry.snapshot()), what="snapshot") == registry.snapshot()
     assert snapshot != registry.snapshot()
+
+
+def test_for_programs_each_count_has_its_name() -> None:
+    registry, plane = Registry(), DataplaneMetrics()
+    registry.add(plane)
+    plane.calls[Verb.GET] += 2
+    plane.misses[MissReason.EVICTED] += 3
+    plane.get_ns.observe(80_000, 4)
+    found = named(registry.snapshot() | {"garden": {"trees": 3}})
+    assert set(found) == {"dataplane"}
+    room = found["dataplane"]
+    assert room["calls"] == {verb.name.lower(): 2 * (verb is Verb.GET) for verb in Verb}
+    assert room["misses"] == {reason.name.lower(): 3 * (reason is MissReason.EVICTED) for reason in MissReason}
+    assert room["get_ns"]["total_ns"] == 320_000
+    assert (room["get_ns"]["counts"]["0.0001"], room["get_ns"]["counts"]["+Inf"]) == (4, 0)
+    assert not [value for value in room.values() if isinstance(value, list)]
 
 
 def test_an_unknown_room_or_field_of_a_newer_worker_is_left_out() -> None:
