@@ -6,7 +6,8 @@ together, a sync, then it is free. A crash in between leaves either both copies 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from enum import Enum
 
 import numpy as np
 
@@ -86,6 +87,14 @@ class Move(Append):
         self._on_end(False)
 
 
+class _Moved(Enum):
+    """How the try to copy a record ended."""
+
+    YES = "yes"
+    NOT_NOW = "not now"  # no memory, or the drive refused the copy
+    NEVER = "never"  # it cannot be read, or its bytes are wrong
+
+
 class Reclaimer:
     """Evicts segments one at a time.
 
@@ -146,7 +155,10 @@ class Reclaimer:
         return choose_victim(self._ledger.catalog.scores, free) if len(free) else first
 
     def evict(self, victim: int) -> Steps[None]:
-        """Free one segment, unless moving what is pinned in it does not pay: then it is avoided for a while."""
+        """Free one segment, unless moving what is pinned in it does not pay, or cannot be: it is avoided for a while then.
+
+        What is pinned while others of its records are being moved is moved as well.
+        """
         self.running = True
         candidates = self.candidates()
         tick = eviction_tick(self._ledger.catalog.scores, victim, candidates) if len(candidates) else 0.0
@@ -158,12 +170,15 @@ class Reclaimer:
             entries, complete = yield from read_index(self._queue, self._table, victim, is_urgent=True)
         locations = entry_locations(entries, victim)
         order = self._worthy(entries, locations, tick)
+        rotten: set[int] = set()
+        while order is not None and len(order):
+            stuck = yield from self._move_all(victim, entries, locations, order, rotten)
+            order = self._pinned_meanwhile(entries, locations, stuck, rotten)
         if order is None:
             self.avoid.add(victim)
             self._avoided_pinned_bytes = max(self._avoided_pinned_bytes, self._ledger.catalog.pinned_bytes)
             self._table.set_state(victim, SegmentState.SEALED)
         else:
-            yield from self._move_all(victim, entries, locations, order)
             self._forget(victim, entries, locations, incomplete=not complete)
             yield lambda resume: self._table.when_unheld(victim, lambda: resume(None))
             yield from self._erase(victim)
@@ -199,6 +214,20 @@ class Reclaimer:
         ]
         return order[np.cumsum(sizes[order]) <= room]
 
+    def _pinned_meanwhile(
+        self, entries: Entries, locations: U64, stuck: Sequence[int], rotten: Collection[int]
+    ) -> I64 | None:
+        """Positions of what was pinned while others were moved; None if such a record is stuck or they do not pay."""
+        if not self._ledger.catalog.pinned_bytes:
+            return np.empty(0, dtype=np.int64)
+        is_valid, _, is_pinned = self._ledger.catalog.standing(entry_keys(entries), locations)
+        left = np.flatnonzero(is_valid & is_pinned & self._ledger.live_spaces(entry_spaces(entries)))
+        left = left[~np.isin(left, list(rotten))]
+        size_pages = int(entries["pages"][left].astype(np.int64).sum())
+        if np.isin(left, list(stuck)).any() or not self._pays(size_pages, self._allocator.open_room_pages()):
+            return None
+        return left
+
     def _pays(self, pinned_pages: int, room_pages: int) -> bool:
         """Whether moving so much that is pinned gains room, and few enough bytes are written for it.
 
@@ -213,9 +242,12 @@ class Reclaimer:
             and self.budget.affords(pinned_pages * PAGE_BYTES, gained_bytes=gained_pages * PAGE_BYTES)
         )
 
-    def _move_all(self, victim: int, entries: Entries, locations: U64, order: I64) -> Steps[None]:
-        """Write records again, a few at a time."""
+    def _move_all(
+        self, victim: int, entries: Entries, locations: U64, order: I64, rotten: set[int]
+    ) -> Steps[list[int]]:
+        """Write records again, a few at a time. Answers which could not be, and adds to `rotten` those that are bad."""
         sizes = entries["pages"].astype(np.int64)
+        stuck: list[int] = []
         at = 0
         self._allocator.moving = True
         while at < len(order):
@@ -226,29 +258,36 @@ class Reclaimer:
                 end += 1
             batch = order[at:end].tolist()
             self._allocator.move_pages = int(sizes[order[at:]].sum())
-            yield gather([self._move(victim, entries[one : one + 1], int(locations[one])) for one in batch])
+            ends: list[_Moved] = yield gather(
+                [self._move(victim, entries[one : one + 1], int(locations[one])) for one in batch]
+            )
+            stuck += [one for one, end_of_it in zip(batch, ends, strict=True) if end_of_it is _Moved.NOT_NOW]
+            rotten.update(one for one, end_of_it in zip(batch, ends, strict=True) if end_of_it is _Moved.NEVER)
             at = end
         self._allocator.moving = False
         self._allocator.move_pages = 0
+        return stuck
 
-    def _move(self, victim: int, entry: Entries, location: int) -> Steps[None]:
+    def _move(self, victim: int, entry: Entries, location: int) -> Steps[_Moved]:
         """Copy one record if it is sound."""
         size = int(entry["pages"][0]) * PAGE_BYTES
         piece = self._arena.allocate(size)
         if piece is None and self._memory.reclaim_memory(size):
             piece = self._arena.allocate(size)
         if piece is None:
-            return
+            return _Moved.NOT_NOW
         at = self._table.offset(victim, location_page(location))
         op = IoOp(IoKind.READ, at, [piece.view], flow=FlowClass.BACKGROUND)
         error = yield io(self._queue, [op])
         if error is not None or op.done_bytes < size or not self._sound(piece, entry, victim):
             piece.release()
-            return
+            return _Moved.NEVER
         self.budget.moved(size)
         taken: bool = yield self._append(piece, entry, location)
-        if taken:
-            self._metrics.reinserted_records += 1
+        if not taken:
+            return _Moved.NOT_NOW
+        self._metrics.reinserted_records += 1
+        return _Moved.YES
 
     def _append(self, piece: Piece, entry: Entries, location: int) -> Wait:
         def begin(resume: Callable[[bool], None]) -> None:

@@ -8,8 +8,10 @@ import pytest
 
 from kvstore.device.memory import MemoryDevice
 from kvstore.engine.api import Durability, NamespaceRef
+from kvstore.engine.location import location_segment
 from kvstore.engine.namespaces import index_keys
 from kvstore.engine.policy import WriteBudget
+from kvstore.engine.segment import SegmentState
 from kvstore.limits import KiB, MiB
 from kvstore.testing.store_rig import StoreRig
 from kvstore.types.results import Refused, RefusedReason, Stored
@@ -75,6 +77,70 @@ def test_pinned_drives_refuse_at_once_and_go_on_later(length_kib: int, every: in
     rig.settle()
     assert rig.get(ref, key_of(2000 + 2 * fill - 1)) == payload
     assert rig.recount_bytes() == rig.ledger.live_bytes
+    rig.check_accounts()
+
+
+def late_pins(rig: StoreRig, ref: NamespaceRef, numbers: range, held: set[int]) -> list[int]:
+    """Of each segment that is being evicted one record that is still there and that no pin holds."""
+    victims = set(rig.store.table.in_state(SegmentState.EVICTING).tolist())
+    found: dict[int, int] = {}
+    for number in numbers:
+        location = rig.location(ref, key_of(number)) if number not in held else 0
+        if location and location_segment(location) in victims:
+            found[location_segment(location)] = number
+    return list(found.values())
+
+
+@pytest.mark.parametrize("memory_mib", [16, 3])
+def test_what_is_pinned_while_its_segment_is_evicted_stays(memory_mib: int) -> None:
+    """Some records of the victim are being copied, since they were pinned before; then somebody pins another one."""
+    arena_bytes = memory_mib * MiB
+    rig = StoreRig(MemoryDevice(size_bytes=CAPACITY_BYTES), segment_bytes=SEGMENT_BYTES, arena_bytes=arena_bytes)
+    ref = rig.namespace()
+    payload = random.Random(5).randbytes(200 * KiB)
+    fill = CAPACITY_BYTES // len(payload) + 8
+    for number in range(fill):
+        assert isinstance(put_promptly(rig, ref, number, payload), Stored)
+    early = there(rig, ref, fill)[::12]
+    pin(rig, ref, early)
+    late: list[int] = []
+    for number in range(1000, 1000 + 3 * fill):
+        result = rig.begin_put(ref, key_of(number), payload, block_bytes=64 * KiB)
+        while result.outcome is None:
+            rig.poll()
+            if len(late) < 12:
+                some = late_pins(rig, ref, range(fill), {*early, *late})
+                pin(rig, ref, some)
+                late += some
+    rig.settle()
+    assert len(late) == 12
+    assert [number for number in [*early, *late] if rig.get(ref, key_of(number)) != payload] == []
+    assert rig.recount_bytes() == rig.ledger.live_bytes
+    rig.check_accounts()
+
+
+def test_what_is_pinned_stays_when_there_is_no_memory_to_copy_it() -> None:
+    rig = StoreRig(MemoryDevice(size_bytes=CAPACITY_BYTES), segment_bytes=SEGMENT_BYTES)
+    ref = rig.namespace()
+    payload = random.Random(6).randbytes(200 * KiB)
+    fill = CAPACITY_BYTES // len(payload) + 8
+    for number in range(fill):
+        assert isinstance(put_promptly(rig, ref, number, payload), Stored)
+    pinned = there(rig, ref, fill)[::12]
+    pin(rig, ref, pinned)
+    evicted = rig.metrics.evicted_segments
+    for number in range(1000, 1000 + 3 * fill):
+        result = rig.begin_put(ref, key_of(number), payload, block_bytes=64 * KiB)
+        others = []
+        while (piece := rig.arena.allocate(64 * KiB)) is not None:
+            others.append(piece)
+        for _ in range(50):
+            rig.poll()
+        for piece in others:
+            piece.release()
+        rig.settle(lambda: result.outcome is not None)  # noqa: B023 -- called before the next turn
+    assert rig.metrics.evicted_segments > evicted
+    assert [number for number in pinned if rig.get(ref, key_of(number)) != payload] == []
     rig.check_accounts()
 
 
