@@ -155,7 +155,7 @@ class Reclaimer:
         return choose_victim(self._ledger.catalog.scores, free) if len(free) else first
 
     def evict(self, victim: int) -> Steps[None]:
-        """Free one segment, unless moving what is pinned in it does not pay, or cannot be: it is avoided for a while then.
+        """Free one segment. It is avoided for a while if moving what is pinned in it does not pay, or cannot be.
 
         What is pinned while others of its records are being moved is moved as well.
         """
