@@ -111,6 +111,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.refs: list[NamespaceRef] = []
         self.model: dict[Slot, Known] = {}
         self.pins: list[int] = []
+        self.held: dict[int, tuple[int, set[Slot]]] = {}  # by pin: until when, and which keys
         self.faulty = False
         self.next_number = KEYS
         self.open_reads: list[tuple[Collector, list[Slot], ReadHandle]] = []
@@ -251,10 +252,15 @@ class EngineMachine(RuleBasedStateMachine):
             known.values.intersection_update({answer})
         elif known.durable and not self.faulty:
             assert self.subject.lost() > known.lost, f"{slot} is durable, nothing was lost, yet it is a {answer!r}"
+            assert answer is not MissReason.EVICTED or not self._is_held(slot), f"{slot} is pinned, yet it was evicted"
+
+    def _is_held(self, slot: Slot) -> bool:
+        return any(slot in slots and self.driver.now_ns < until_ns for until_ns, slots in self.held.values())
 
     @rule(space=spaces, first=key_numbers, count=st.integers(1, KEYS), pin=st.booleans())
     def match(self, space: int, first: int, count: int, pin: bool) -> None:
         """Look up a chain, perhaps with a pin."""
+        until_ns = self.driver.now_ns + 30 * SECOND_NS
         numbers = [first + at for at in range(count) if first + at < KEYS]
         outcome = self.driver.match(
             self.refs[space], [key_of(number) for number in numbers], pin_ns=30 * SECOND_NS if pin else 0
@@ -269,6 +275,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert outcome.pinned == bool(outcome.pin_id)
         if outcome.pin_id:
             self.pins.append(outcome.pin_id)
+            hits = {(space, number) for number, status in zip(numbers, outcome.statuses, strict=True) if status == 0}
+            self.held[outcome.pin_id] = until_ns, hits
 
     @precondition(lambda self: self.pins)
     @rule(at=st.integers(0, 100), keep=st.booleans())
@@ -276,6 +284,7 @@ class EngineMachine(RuleBasedStateMachine):
         """End a pin, perhaps one that was ended before."""
         pin = self.pins[at % len(self.pins)]
         self.driver.engine.unpin(pin, client_id=self.driver.client_id)
+        self.held.pop(pin, None)
         if not keep:
             self.pins.remove(pin)
 
@@ -296,6 +305,8 @@ class EngineMachine(RuleBasedStateMachine):
             if status == 0:
                 assert known.values, f"deleted {slot}, which nobody has put"
                 self.model.pop(slot, None)
+                for _, slots in self.held.values():
+                    slots.discard(slot)
             elif known.durable and not self.faulty:
                 assert self.subject.lost() > known.lost
 
@@ -305,6 +316,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.refs[space] = self.driver.drop(self.refs[space])
         for slot in [slot for slot in self.model if slot[0] == space]:
             del self.model[slot]
+        for _, slots in self.held.values():
+            slots.difference_update([slot for slot in slots if slot[0] == space])
 
     # --- the world ----------------------------------------------------------------------------------------------------
     @rule(seconds=st.sampled_from([0, 1, 31]))
@@ -343,6 +356,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.model.setdefault(slot, Known()).values.add(value)
         self.open_reads.clear()
         self.pins.clear()
+        self.held.clear()
         before = self.subject.lost()
         self.subject.restart(crash=crash)
         self.driver.engine = self.subject.engine
