@@ -263,6 +263,7 @@ class Put(Ticket):
         """Give it memory for header and payload: two pieces, whose sizes come back, so the arena need not join them."""
         self.header, self.piece = header, piece
         spec = self.spec
+        self._writer.grants.took(spec.client_id, self.pages * PAGE_BYTES)
         self.buffer = buffer = piece.view[: spec.payload_bytes] if piece is not None else memoryview(bytearray())
         self._arrival = Arrival(buffer, block_bytes=spec.block_bytes, crc_table=spec.crc_table)
 
@@ -291,6 +292,11 @@ class Put(Ticket):
             )
         self.crc_table = table
         self._verified = True
+
+    def let_go(self) -> None:
+        if self.header is not None:  # a twin of a parcel's record never had one
+            self._writer.grants.gave(self.spec.client_id, self.pages * PAGE_BYTES)
+        super().let_go()
 
     def slice_buffer(self, length_bytes: int, on_memory: Callable[[memoryview | None], None]) -> None:
         """Only streaming tickets take slices."""

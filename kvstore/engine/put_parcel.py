@@ -322,6 +322,8 @@ class GrantedParcel(Append):
             self._writer.give_up_parcel(self)
 
     def let_go(self) -> None:
+        if self.header is not None:
+            self._writer.grants.gave(self.columns.client_id, self.pages * PAGE_BYTES)
         super().let_go()
         pieces, self.pieces = self.pieces, []
         for piece in pieces:

@@ -28,6 +28,7 @@ from kvstore.engine.put import OnGrant, Outcome, Put, Ticket, Waiting
 from kvstore.engine.put_parcel import GrantedParcel
 from kvstore.engine.segment import OpenSegment
 from kvstore.engine.streaming import StreamingPut
+from kvstore.engine.turns import Turns
 from kvstore.limits import (
     CHECKSUM_BYTES_MIN,
     DIGEST_BYTES,
@@ -69,6 +70,7 @@ class Writer:
         now_ns: the time of the present turn.
         draining: no new puts.
         writers: layer-wise puts in progress, by client.
+        grants: puts that wait for memory, and what each client's whole records and parcels hold of it.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Writer:
         self._tickets = self.pending.tickets
         self.now_ns = 0
         self.draining = False
-        self._grants: deque[Waiting] = deque()
+        self.grants: Turns[Waiting] = Turns()
         self._slices: deque[tuple[int, int, Callable[[memoryview | None], None], StreamingPut]] = deque()
         self._deadlines: list[tuple[int, int, Waiting]] = []
         self._numbers = count()
@@ -125,15 +127,15 @@ class Writer:
             first.waiters.append(waiting)
             self._watch(waiting)
             return
-        if self._grants or not self._grant(waiting):
-            self._grants.append(waiting)
+        if self.grants or not self._grant(waiting):
+            self.grants.append(spec.client_id, waiting)
             self._watch(waiting)
-            self.metrics.grants_waiting = len(self._grants)
+            self.metrics.grants_waiting = len(self.grants)
 
     def open_parcels(self, columns: PutColumns, first: int, stop: int) -> list[GrantedParcel]:
         """See `api.Engine.open_parcels`."""
         payload_bytes, namespace = columns.payload_bytes, columns.namespace
-        if self._grants or self._refusal(namespace, payload_bytes, columns.block_bytes) is not None:
+        if self.grants or self._refusal(namespace, payload_bytes, columns.block_bytes) is not None:
             return []
         keys = columns.keys[first * DIGEST_BYTES : stop * DIGEST_BYTES]
         blob = index_keys(namespace, keys).tobytes()
@@ -156,6 +158,7 @@ class Writer:
             if memory is None:
                 break
             parcel = GrantedParcel(self, columns, first + at, some, *memory)
+            self.grants.took(columns.client_id, parcel.pages * PAGE_BYTES)
             at += size
             self.pending.adopt(parcel)
             use.waiting_pages += parcel.pages
@@ -197,9 +200,9 @@ class Writer:
             return Refused(RefusedReason.NO_SPACE, f"the drive's log fails ({failed}); replace the drive")
         if not self.ledger.namespaces.is_current(namespace):
             return Refused(RefusedReason.UNKNOWN_NAMESPACE, "the namespace was dropped meanwhile; ask for it again")
-        if len(self._grants) >= GRANTS_WAITING_MAX:
+        if len(self.grants) >= GRANTS_WAITING_MAX:
             return Refused(
-                RefusedReason.OVERLOADED, f"{len(self._grants)} puts wait for memory, the limit is reached; retry later"
+                RefusedReason.OVERLOADED, f"{len(self.grants)} puts wait for memory, the limit is reached; retry later"
             )
         return None
 
@@ -308,23 +311,20 @@ class Writer:
         return True
 
     def grant_waiting(self) -> None:
-        """Hand out memory that has come free, in order."""
+        """Hand out memory that has come free, in turns."""
         while self._slices and self._grant_slice(*self._slices[0]):
             self._slices.popleft()
-        while self._grants:
-            waiting = self._grants[0]
-            if waiting.settled:
-                self._grants.popleft()
-                continue
+        while (waiting := self.grants.first()) is not None:
+            client_id = waiting.spec.client_id
             key16 = index_key(waiting.spec.namespace, waiting.spec.key)
             if key16 in self.pending or self.ledger.catalog.index.get(*_halves(key16)):
-                self._grants.popleft()
+                self.grants.served(client_id)
                 self._open(waiting)
             elif self._grant(waiting):
-                self._grants.popleft()
+                self.grants.served(client_id)
             else:
                 break
-        self.metrics.grants_waiting = len(self._grants)
+        self.metrics.grants_waiting = len(self.grants)
 
     def arena_offset(self, data: memoryview) -> int:
         """Where in the arena a view begins."""
@@ -368,7 +368,8 @@ class Writer:
                 waiting.answer(Refused(reason, "the put waited until its deadline for " + _WAITED_FOR[pending]))
 
     def expire_owners(self, now_ns: int) -> None:
-        """End the puts whose owner is gone or silent: a walk over all that are pending."""
+        """End the puts whose owner is gone or silent: a walk over all that are pending, and that wait."""
+        self.grants.sweep()
         for ticket in [ticket for ticket in self._tickets.values() if 0 < ticket.expires_ns <= now_ns]:
             self._expire(ticket)
 
@@ -499,7 +500,7 @@ class Writer:
     def refuse_backlog(self, refused: Refused) -> None:
         """End every record that waits for room on the drive: there is none to be had."""
         self.appender.refuse_backlog(refused)
-        for grant in [grant for grant in self._grants if grant.streaming]:
+        for grant in [grant for grant in self.grants if grant.streaming]:
             self.metrics.refusals[refused.reason] += 1
             grant.answer(refused)
 
