@@ -293,7 +293,7 @@ def test_all_requests_of_a_rail_fit_its_completion_queue() -> None:
         pairs.append(entry)
     assert sum(pair.posted for pair in pairs) == RAIL_REQUESTS_MAX
     bed.fabric.release()
-    turn_until([], lambda: bool(rail.on_readable() or len(ends) == 80))  # reads end when a thread has destroyed their pair
+    turn_until([], lambda: bool(rail.on_readable() or len(ends) == 80))  # reads end once a thread destroyed their pair
     assert set(ends) <= {Status.FLUSHED}
     assert rail.pair_count == 0
 
