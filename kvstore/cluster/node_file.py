@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -48,6 +49,17 @@ class NodeFile:
         values = self._values | {key: value}
         _write(self._path, values)
         self._values = values
+
+    def all(self) -> dict[str, str]:
+        """Everything it holds, as a copy."""
+        self._check_open()
+        return dict(self._values)
+
+    def replace(self, values: Mapping[str, str]) -> None:
+        """Hold these and nothing else: what another file's `all` gave."""
+        self._check_open()
+        _write(self._path, dict(values))
+        self._values = dict(values)
 
     def close(self) -> None:
         self._closed = True

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.engine.identity import DriveContent
+from kvstore.engine.identity import NO_CLUSTER, DriveContent
 from kvstore.errors import FormatUnsupported, InvalidRequest
 from kvstore.server.drive_owner import DriveOwner
 from kvstore.server.drive_record import DriveVerdict, judge, look, unusable
@@ -55,11 +55,13 @@ class CheckedDrives:
         paths: drives to open.
         refused: the others, and why.
         owner: whose drives these are.
+        adopted: those of `paths` that are this node's from now on, whoever had them before.
     """
 
     paths: frozenset[str]
     refused: tuple[DriveVerdict, ...]
     owner: DriveOwner
+    adopted: frozenset[str] = frozenset()
 
 
 def contents_of(paths: Sequence[str]) -> dict[str, DriveContent | DriveVerdict]:
@@ -99,7 +101,15 @@ def check_drives(
     good = frozenset(verdict.path for verdict in verdicts if verdict.is_good)
     if not good:
         raise FormatUnsupported("\n".join(f"data_dir {verdict.path}: {verdict.detail}" for verdict in refused))
-    return CheckedDrives(paths=good, refused=refused, owner=owner)
+    adopted = frozenset(path for path in good if _is_adopted(found[path], owner))
+    return CheckedDrives(paths=good, refused=refused, owner=owner, adopted=adopted)
+
+
+def _is_adopted(content: DriveContent | DriveVerdict, owner: DriveOwner) -> bool:
+    """Whether it did not just move within a cluster, from where it may go back."""
+    if not isinstance(content, DriveContent) or content.superblock is None:
+        return False
+    return not owner.cluster or content.superblock.cluster_id == NO_CLUSTER
 
 
 def noted_drives(record: NodeRecord | None) -> dict[str, str]:

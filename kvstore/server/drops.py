@@ -30,6 +30,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import CLUSTER_VALUE_BYTES_MAX, CONTROL_DEADLINE_NS, SECOND_NS
 from kvstore.server.admin import AdminChannel
+from kvstore.server.node_record import DROPS_KEY
 from kvstore.server.report import Dropped
 from kvstore.server.worker_handle import WorkerHandle
 from kvstore.types import namespace as namespaces
@@ -39,7 +40,6 @@ from kvstore.wire.replicas import Heads, HeadsReply
 
 log = logging.getLogger(__name__)
 
-_KEY: Final = "drops"
 _TOLD_KEY: Final = "drops/told"
 """By manifest the drives whose workers have dropped it: not again, see `PendingDrops.make_up`. By their ids, which stay
 with them wherever they are plugged in: a path may lead to a drive that has not heard."""
@@ -104,7 +104,7 @@ class PendingDrops:
                 "drop it again when a drive serves"
             )
         self._keep_told(manifest, set())
-        self._record.put(_KEY, text)
+        self._record.put(DROPS_KEY, text)
 
     async def make_up(self, workers: Sequence[WorkerHandle]) -> None:
         """A worker serves: tell all that have not been told, and forget what each has done.
@@ -136,7 +136,7 @@ class PendingDrops:
         assert self._record is not None, "it was kept there"
         left = [base64.b64encode(one).decode() for one in self._manifests() if one != manifest]
         try:
-            self._record.put(_KEY, json.dumps(left))
+            self._record.put(DROPS_KEY, json.dumps(left))
             self._keep_told(manifest, set())
         except Unavailable as error:
             log.warning("a drop that was made up for will be made once more: %s", error)
@@ -164,7 +164,7 @@ class PendingDrops:
         return dict(json.loads(text))
 
     def _manifests(self) -> list[bytes]:
-        text = (self._record.get(_KEY) if self._record is not None else None) or "[]"
+        text = (self._record.get(DROPS_KEY) if self._record is not None else None) or "[]"
         return [base64.b64decode(one) for one in json.loads(text)]
 
 

@@ -101,6 +101,7 @@ class Node:
             self._fleet, access=self._access, grpc_socket=self._grpc_socket, metrics=self._metrics
         )
         self._http_edge = HttpEdge(self._fleet, access=self._access)
+        self._adopted: frozenset[str] = frozenset()
         self._workers: list[WorkerHandle] = []
         self._were_serving: set[WorkerHandle] = set()
         self._told = self._told_ns = 0  # the signal that it drains for, and when it came
@@ -161,6 +162,7 @@ class Node:
         drives = check_drives(found, self._bad, self._store, owner)
         if self._store:
             note_owner(self._store, owner)
+        self._adopted = drives.adopted
         self._fleet.refused_drives = drives.refused
         self._fleet.known_disks = {
             path: OwnedTarget(id=found_id, path=path, capacity_bytes=self._settings.capacity_each_bytes)
@@ -277,6 +279,7 @@ class Node:
                 self._store.put(_BOOTS_KEY, str(self._boots))
                 targets = [one for worker in self._workers if worker.readiness for one in worker.readiness.targets]
                 note_drives(self._store, {one.path: one.id for one in targets}, self._settings.data_dir)
+                self._store.take_over(self._adopted & {one.path for one in targets})
             except Unavailable as error:
                 log.warning("%s; after a restart clients may take an old view for the new one, until it changes", error)
 

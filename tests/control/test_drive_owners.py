@@ -122,3 +122,30 @@ def test_the_record_of_another_node_is_neither_read_nor_written(
     assert (tmp_path / "theirs" / "node.json").read_bytes() == before
     for name in set(order) - {"theirs"}:
         assert NodeFile(tmp_path / name / "node.json").get("cluster/id") == OURS
+
+
+def test_the_record_of_an_adopted_drive_is_taken_over_and_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, drops in (("adopted", "[]"), ("moved", "[]"), ("drops", '["bWFuaWZlc3Q="]')):
+        (tmp_path / name).mkdir()
+        theirs = NodeFile(tmp_path / name / "node.json")
+        for key, value in (("node/id", "n9"), ("node/boots", "7"), ("cluster/name", "test"), ("drops", drops)):
+            theirs.put(key, value)
+    (tmp_path / "a").mkdir()
+    paths = [str(tmp_path / name) for name in ("a", "adopted", "moved", "drops")]
+    NodeFile(tmp_path / "a" / "node.json").put("node/id", "n1")
+    record = open_record(paths, "n1")
+    assert record is not None
+    note_owner(record, DriveOwner(id=raw(OURS)))
+    record.take_over({str(tmp_path / "adopted"), str(tmp_path / "drops")})
+    record.put("node/boots", "8")
+    assert NodeFile(tmp_path / "adopted" / "node.json").all() == NodeFile(tmp_path / "a" / "node.json").all()
+    for name in ("moved", "drops"):
+        assert NodeFile(tmp_path / name / "node.json").get("node/id") == "n9"
+        assert f"{tmp_path / name}/node.json is left as it is" in caplog.text
+    caplog.clear()
+    again = open_record(paths[:2], "n1")
+    assert again is not None
+    again.take_over({str(tmp_path / "adopted")})
+    assert not caplog.text, "once is enough"

@@ -19,6 +19,7 @@ from kvstore.limits import MiB
 from kvstore.server.drive_owner import DriveOwner
 from kvstore.server.drive_record import judge
 from kvstore.server.grpc_edge.client import ControlClient
+from kvstore.server.places import STORE_FILE
 from kvstore.server.report import DriveReport, DriveState, NodeReport, NodeState
 from kvstore.testing.cluster_lab import until
 from kvstore.testing.node_line import NodeLine
@@ -150,18 +151,22 @@ def test_a_drive_of_another_node_is_adopted_by_command_only(pair: Path, tmp_path
     other = tmp_path / "other"
     other.mkdir()
     lived(other, folders(other, "x"), writes=True)
-    shutil.move(other / "x" / DATA_FILE, pair / "b" / DATA_FILE)
+    for name in (DATA_FILE, STORE_FILE):
+        shutil.move(other / "x" / name, pair / "b" / name)
     foreign_id = look_at(pair / "b" / DATA_FILE).disk_id
+    theirs = (pair / "b" / STORE_FILE).read_bytes()
     report, count = lived(pair, folders(pair, "a", "b"))
     foreign = at(report, "b")
     assert (foreign.state, foreign.id) == (DriveState.FOREIGN, foreign_id)
     assert "kvstore drive adopt" in foreign.detail
     assert 0 < count < CHUNKS
+    assert (pair / "b" / STORE_FILE).read_bytes() == theirs
     adopted = kvstore("drive", "adopt", str(pair / "b"), "--yes", "--json")
     assert json.loads(adopted.stdout)["disk_id"] == foreign_id
     report, count = lived(pair, folders(pair, "a", "b"))
     assert at(report, "b").state is DriveState.SERVING
     assert count == CHUNKS, "with what is on it"
+    assert (pair / "b" / STORE_FILE).read_bytes() == (pair / "a" / STORE_FILE).read_bytes(), "it is of this node now"
 
 
 def test_a_foreign_file_is_left_as_it_is(pair: Path) -> None:
