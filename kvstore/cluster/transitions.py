@@ -53,7 +53,8 @@ def join(view: View, registration: Registration, *, keep_ns: int) -> View:
 def renew(view: View, registration: Registration, *, keep_ns: int) -> View:
     """A target that the view knows is registered: it serves again if it was down, and is where it says it is.
 
-    After a fence the session that was fenced changes nothing; another one does. A drain that is wanted no more ends.
+    After a fence the session that was fenced changes nothing; another one does. A drain that is wanted no more ends,
+    and what had not filled when it began goes on with that.
     """
     before = view.target(registration.id)
     if before is None or is_fenced(before, registration):
@@ -61,6 +62,8 @@ def renew(view: View, registration: Registration, *, keep_ns: int) -> View:
     resumed = before.state is TargetState.DRAINING and not registration.wants_drain
     returned = before.state in (TargetState.DOWN, TargetState.RECOVERING)
     state = TargetState.SERVING if resumed or returned else before.state
+    if resumed and _was_filling(view, before):
+        state = TargetState.JOINING
     return _next(view, {before.id: registration.as_target(state)}, keep_ns=keep_ns)
 
 
@@ -155,6 +158,15 @@ def outlive(view: View, known_epoch: int) -> View:
 def is_fenced(target: Target, registration: Registration) -> bool:
     """Whether this registration is of a session that was cut off: its node must register in another."""
     return target.state is TargetState.DOWN and target.session == registration.session
+
+
+def _was_filling(view: View, draining: Target) -> bool:
+    """Whether it was joining when its drain began: a placement lacks it that is older than the one with it.
+
+    Newer ones lack it because it drains.
+    """
+    has_it = [previous.weights.get(draining.id, draining.weight) > 0 for previous in view.previous]  # the newest first
+    return True in has_it and not all(has_it[has_it.index(True) :])
 
 
 def _down(view: View, ids: Iterable[TargetId], *, keep_session: bool) -> View:

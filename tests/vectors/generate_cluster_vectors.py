@@ -164,6 +164,9 @@ def transition_vectors() -> list[dict[str, object]]:
     joined = transitions.join(two, registration("c"), keep_ns=KEEP_NS)
     fenced = transitions.fence(two, ["b"])
     drained = transitions.drain(two, ["b"], keep_ns=KEEP_NS)
+    begun = transitions.drain(joined, ["c"], keep_ns=KEEP_NS)
+    filled = transitions.expire_previous(begun, [joined.epoch])
+    overtaken = transitions.join(drained, registration("c"), keep_ns=KEEP_NS)
     full = two
     for at in range(6):
         full = transitions.join(full, registration(f"n{at}"), keep_ns=KEEP_NS)
@@ -183,6 +186,9 @@ def transition_vectors() -> list[dict[str, object]]:
         of_registration("a fenced session stays out", "renew", fenced, registration("b")),
         of_registration("a new session after a fence", "renew", fenced, registration("b", session="s2")),
         of_registration("a drain that is wanted no more", "renew", drained, registration("b")),
+        of_registration("wanted no more by one that had not filled", "renew", begun, registration("c")),
+        of_registration("wanted no more by one that has filled since", "renew", filled, registration("c")),
+        of_registration("wanted no more by one that served before another came", "renew", overtaken, registration("b")),
         of_registration("a wiped drive", "replace", two, registration("b", disk_id="new", boot_id="b2")),
         of_registration(
             "a wiped drive, back from the dead", "replace", fenced, registration("b", disk_id="new", session="s2")
