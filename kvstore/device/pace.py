@@ -3,7 +3,8 @@
 A drive that answers each operation when it has ended needs no more than what it moves while we look. Some answer
 otherwise: the host of a virtual one takes all that it finds, carries it out, and tells of all of it at once. Such a
 drive stands still from there until it has been given more, so it is given more at one time. What that costs others is
-that they wait for longer behind it, which is why it holds only while one flow class alone uses the drive.
+that they wait for longer behind it, which is why it holds only while one flow class alone uses the drive, and for a
+while has: a single read that comes now and then is not to be the one that waits.
 """
 
 from __future__ import annotations

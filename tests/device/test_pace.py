@@ -12,6 +12,7 @@ from kvstore.limits import (
     DRIVE_BYTES_IN_FLIGHT_MAX,
     DRIVE_BYTES_IN_GROUPS_MAX,
     DRIVE_LAST_GROUP_BYTES,
+    SECOND_NS,
     MiB,
 )
 from kvstore.testing.device_suite import aligned
@@ -65,6 +66,14 @@ def test_a_drive_that_classes_share_gets_no_more() -> None:
     assert pace.bytes_max(0) == DRIVE_BYTES_IN_FLIGHT_MAX
     pace.answered(stands=True, now_ns=5 + DRIVE_ALONE_NS)
     assert pace.bytes_max(0) == DRIVE_BYTES_IN_GROUPS_MAX
+
+
+def test_who_comes_every_few_seconds_waits_behind_no_more() -> None:
+    pace = risen()
+    for seconds in range(0, 60, 5):
+        pace.shared(seconds * SECOND_NS)
+        pace.answered(stands=True, now_ns=(seconds + 5) * SECOND_NS - 1)
+        assert pace.bytes_max(0) == DRIVE_BYTES_IN_FLIGHT_MAX
 
 
 def test_a_quarter_of_the_last_is_kept_back_where_a_drive_answers_in_groups() -> None:
