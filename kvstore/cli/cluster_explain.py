@@ -19,7 +19,7 @@ from kvstore.cluster.run_places import NO_PLACE, RunPlaces, copies_of
 from kvstore.cluster.view import View
 from kvstore.errors import KVStoreError, Retryable
 from kvstore.limits import COPIES_MAX, DIGEST_BYTES, EXPLAIN_NAMESPACES_MAX, STATUS_NODES_AT_ONCE
-from kvstore.server.explain import summary_of
+from kvstore.server.explain import HIDDEN, summary_of
 from kvstore.server.report import Answer, KeyAnswer, NamespaceAnswer, NodeWhere, Question
 from kvstore.types.keys import KeyChain
 from kvstore.types.namespace import Manifest
@@ -116,12 +116,12 @@ def _merged(
     first = next(iter(by_node.values()))
     count = max(len(one.keys) for one in by_node.values())
     wheres = _wheres(question, view, places, first) if count else []
-    keys = tuple(
-        _of_key(where, {node: one.keys[at] for node, one in by_node.items() if one.keys}, nodes)
-        for at, where in zip(range(count), wheres, strict=True)
-    )
     # a drop that one node knows of hides what was stored there until then
     dropped = any(one.namespace.dropped for one in by_node.values())
+    keys = tuple(
+        _of_key(where, {node: one.keys[at] for node, one in by_node.items() if one.keys}, nodes, dropped=dropped)
+        for at, where in zip(range(count), wheres, strict=True)
+    )
     return replace(first, namespace=replace(first.namespace, dropped=dropped), keys=keys)
 
 
@@ -158,7 +158,7 @@ def _names(names: Sequence[str], places: Places, at: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names[number] for number in places[at].tolist() if number != NO_PLACE))
 
 
-def _of_key(where: _Where, said: Mapping[str, KeyAnswer], nodes: Sequence[NodeSaid]) -> KeyAnswer:
+def _of_key(where: _Where, said: Mapping[str, KeyAnswer], nodes: Sequence[NodeSaid], *, dropped: bool) -> KeyAnswer:
     """One chunk: the best that was said where lookups ask, and in words all of it."""
     silent = {one.node_id for one in nodes if one.answer is None}
     order = list(dict.fromkeys((*where.now, *where.before, *(one.node_id for one in nodes))))
@@ -169,7 +169,7 @@ def _of_key(where: _Where, said: Mapping[str, KeyAnswer], nodes: Sequence[NodeSa
         best = KeyAnswer(key=next(iter(said.values())).key, status=_ABSENT, text="", ago_ns=0)
     if best.status != _HIT and silent.intersection(where.now or asked):
         best = replace(best, status=_UNAVAILABLE)
-    return replace(best, text="; ".join(_sentences(where, said, order, silent)))
+    return replace(best, text="; ".join(_sentences(where, said, order, silent, dropped=dropped)))
 
 
 def _rank(answer: KeyAnswer) -> int:
@@ -177,7 +177,9 @@ def _rank(answer: KeyAnswer) -> int:
     return 0 if answer.status == _HIT else 2 if answer.status == _ABSENT and not answer.ago_ns else 1
 
 
-def _sentences(where: _Where, said: Mapping[str, KeyAnswer], order: Sequence[str], silent: set[str]) -> Iterator[str]:
+def _sentences(
+    where: _Where, said: Mapping[str, KeyAnswer], order: Sequence[str], silent: set[str], *, dropped: bool
+) -> Iterator[str]:
     if where.now:
         before = f", was on {', '.join(where.before)} before" if where.before else ""
         yield f"belongs on {', '.join(where.now)}{before}"
@@ -194,4 +196,4 @@ def _sentences(where: _Where, said: Mapping[str, KeyAnswer], order: Sequence[str
         elif node in expected or not expected:
             unknowing.append(node)
     if unknowing:
-        yield f"{', '.join(unknowing)}: never written there, or gone before they remember"
+        yield f"{', '.join(unknowing)}: never written there, or gone before they remember{HIDDEN if dropped else ''}"

@@ -515,7 +515,7 @@ class DriveEngine:
         self.store.update_gauges()
         self._queue.update_gauges()
         metrics, cache, catalog = self.metrics, self.cache, self.catalog
-        metrics.records = len(catalog.index)
+        metrics.records = catalog.scores.record_count
         metrics.index_bytes = catalog.index.memory_bytes
         metrics.cache_bytes = cache.used_bytes
         metrics.cache_capacity_bytes = cache.capacity_bytes

@@ -73,6 +73,11 @@ class SegmentScores:
         """Padded bytes of all valid records, headers included."""
         return int(self.live_pages.sum()) * PAGE_BYTES
 
+    @property
+    def record_count(self) -> int:
+        """Valid records; the index also has those of dropped namespaces, until their segments go."""
+        return int(self.live_records.sum())
+
     def add(self, location: int, tick: int) -> None:
         """A record became valid."""
         self._account(location, tick, 1)

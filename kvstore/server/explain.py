@@ -22,6 +22,8 @@ KeyAsker = Callable[[bytes, bytes], Awaitable[list[KeyAnswer]]]
 _FIELDS: Final = ("model", "weights", "adapter", "adapter_revision")
 _NO_KEY: Final = "absent"
 _HIT: Final = "hit"
+HIDDEN: Final = ", or hidden by the drop of the namespace"
+"""Behind what is said of a key of which nothing is known, where its namespace was dropped before."""
 
 
 async def explain(question: Question, namespaces: Sequence[NamespaceReport], ask: KeyAsker) -> Answer:
@@ -132,6 +134,8 @@ async def _ask_keys(question: Question, namespace: NamespaceReport, ask: KeyAske
         )
     if not count:
         return ()
+    if namespace.dropped:
+        ask = _of_dropped(ask)
     dense = {
         _name("", shard, layout): await ask(namespace.digest, shard_keys(digests, shard=shard, shards=layout.shards))
         for shard in range(layout.shards)
@@ -154,6 +158,16 @@ async def _ask_keys(question: Question, namespace: NamespaceReport, ask: KeyAske
         )
         for at in range(count)
     )
+
+
+def _of_dropped(ask: KeyAsker) -> KeyAsker:
+    async def asked(namespace: bytes, keys: bytes) -> list[KeyAnswer]:
+        return [
+            replace(answer, text=answer.text + HIDDEN) if answer.status == _NO_KEY and not answer.ago_ns else answer
+            for answer in await ask(namespace, keys)
+        ]
+
+    return asked
 
 
 def _name(part: str, shard: int, layout: KVLayout) -> str:
@@ -191,8 +205,9 @@ def _summary_of_known(question: Question, answer: NamespaceAnswer) -> str:
         return _words_of_few_tokens(question, answer.namespace) + before
     if not answer.keys:
         return f"the namespace is known here; pass tokens or keys to learn what became of them{before}"
-    missing = any(key.status != _HIT for key in answer.keys)
-    return _summary_of_keys(answer.keys) + (before if missing else "")
+    summary = _summary_of_keys(answer.keys)
+    is_told = HIDDEN in summary or all(key.status == _HIT for key in answer.keys)
+    return summary if is_told else summary + before
 
 
 def _words_of_few_tokens(question: Question, namespace: NamespaceReport) -> str:

@@ -145,7 +145,7 @@ class EngineMetrics:
     )
     allocated_bytes: int = gauge("kvstore_allocated_bytes", "Bytes in use on the drive, as du counts them")
     live_bytes: int = gauge("kvstore_live_bytes", "Padded bytes of all valid records")
-    records: int = gauge("kvstore_records", "Valid records in the index")
+    records: int = gauge("kvstore_records", "Valid records")
     index_bytes: int = gauge("kvstore_index_bytes", "Memory of the index")
     namespaces: int = gauge("kvstore_namespaces", "Namespaces known")
     segments_used: int = gauge("kvstore_segments", "Segments of the drive", state="used")

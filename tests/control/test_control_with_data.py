@@ -193,13 +193,15 @@ def test_explain_tells_what_was_evicted(mine: Namespace, control: ControlClient,
 def test_a_dropped_namespace_is_hidden_at_once_and_only_for_its_tenant(
     mine: Namespace, control: ControlClient, client: KVClient
 ) -> None:
+    before = number(control.report().numbers, "engine", "records")
     stored = put(client, mine, 1, 3)
     assert not control.drop("other", mine.digest).dropped, "another tenant must not learn that it exists"
     assert control.lookup(mine.digest, stored).prefix == 3
     assert control.drop(mine.tenant, mine.digest).dropped
     assert control.lookup(mine.digest, stored).prefix == 0
     answer = control.explain(Question(tenant=mine.tenant, namespace=mine.digest, keys=stored))
-    assert "dropped before" in answer.summary
+    assert {"drop of the namespace" in key.text for key in answer.namespaces[0].keys} == {True}
+    assert number(control.report().numbers, "engine", "records") == before, "what is hidden is not stored any more"
     assert put(client, mine, 1, 3) == stored
     assert control.lookup(mine.digest, stored).prefix == 3
 

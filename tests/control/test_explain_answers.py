@@ -150,10 +150,20 @@ def test_every_record_of_a_chunk_is_listed() -> None:
     assert "state" not in ask(many, report(namespace)).namespaces[0].keys[0].text, "parts only if so many may be asked"
 
 
-def test_a_namespace_that_was_dropped_before_says_so_beside_its_misses() -> None:
+def test_a_namespace_that_was_dropped_before_says_so_of_each_key_of_which_nothing_is_known() -> None:
     later = report(MINE, dropped=True)
-    answer = ask(Question(tenant="acme", namespace=MINE.digest, tokens=TOKENS), later)
-    assert answer.summary.endswith("dropped before, which hid what was stored until then")
+    keys = MINE.keys(TOKENS)
+    records = Records()
+    records.put(MINE.digest, keys[0].digest)
+    answer = ask(Question(tenant="acme", namespace=MINE.digest, tokens=TOKENS), later, records=records)
+    texts = [key.text for key in answer.namespaces[0].keys]
+    assert "dropp" not in texts[0]
+    assert {text.endswith(", or hidden by the drop of the namespace") for text in texts[1:]} == {True}
+    assert answer.summary.count("drop") == 1
+    records.put(MINE.digest, keys[1].digest, "evicted")
+    evicted = ask(Question(tenant="acme", namespace=MINE.digest, tokens=TOKENS), later, records=records)
+    assert "drop" not in evicted.namespaces[0].keys[1].text
+    assert evicted.summary.endswith("dropped before, which hid what was stored until then")
 
 
 def test_nothing_of_the_tenant_was_ever_written() -> None:
