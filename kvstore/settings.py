@@ -129,6 +129,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _can_be_dialled(host: str) -> bool:
+    """Whether it has the form of a name or of an address that is no wildcard; nobody is asked for it."""
+    try:
+        return not ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return re.fullmatch(r"[^\s:/,@\[\]]+", host) is not None
+
+
 def is_wildcard(host: str) -> bool:
     """True for 0.0.0.0 and ::, which listen everywhere but name no place to connect to."""
     try:
@@ -276,6 +284,11 @@ def _faults_of_addresses(settings: NodeSettings) -> Iterator[str]:
             )
         if is_wildcard(host) and not settings.advertise:
             yield f"host {host} names no place that clients can connect to; pass --advertise ADDRESS with it"
+    if settings.advertise and not _can_be_dialled(settings.advertise):
+        yield (
+            f"advertise {settings.advertise} is no name or address that clients can connect to; give one alone, such "
+            "as 10.0.0.5 or node-5.example: ports are added to it, and brackets to an IPv6 address"
+        )
     ports = [port for port in (settings.grpc_port, settings.data_port, settings.metrics_port) if port]
     if len(set(ports)) < len(ports):
         yield f"grpc_port, data_port and metrics_port must differ, they are {ports}"

@@ -11,6 +11,9 @@ from kvstore.cli.columns import Column, Kind
 from kvstore.cli.screen import Screen
 from kvstore.doctor.examination import examine
 from kvstore.doctor.finding import Finding, Status, worst
+from kvstore.errors import InvalidRequest
+from kvstore.server.tenants_file import load_tenants
+from kvstore.settings import NodeSettings
 
 JSON_VERSION: Final = 1
 """Grows when a field changes its meaning or goes; new fields and new checks do not make it grow."""
@@ -27,12 +30,21 @@ def run_doctor(flags: Mapping[str, object], *, config: Path | None, as_json: boo
     Raises:
         InvalidRequest: the configuration file cannot be read or parsed.
     """
-    findings = examine(flags, config=config)
+    findings = examine(flags, config=config, more_faults=_faults_of_tenants)
     if as_json:
         print(json_of(findings))
     else:
         _show(Screen(), findings)
     return SOMETHING_FAILS if worst(findings) is Status.FAILING else NOTHING_FAILS
+
+
+def _faults_of_tenants(settings: NodeSettings) -> list[str]:
+    try:
+        if settings.tenants:
+            load_tenants(Path(settings.tenants))
+    except InvalidRequest as error:
+        return [str(error)]
+    return []
 
 
 def json_of(findings: Sequence[Finding]) -> str:

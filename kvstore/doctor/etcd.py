@@ -35,15 +35,19 @@ class EtcdFacts:
 def read_etcd(cluster: str) -> list[EtcdFacts]:
     """Ask each member that the cluster setting names; none where it names no etcd.
 
-    A setting that cannot be read, or a certificate that cannot be used, is told as a problem of the whole.
+    A setting that cannot be read is a fault of the settings; a certificate that cannot be used is told as a problem
+    of the whole.
     """
     if not cluster.startswith("etcd:"):
         return []
     try:
         address = parse_store_address(cluster)
-        assert isinstance(address, EtcdAddress)  # a file store begins otherwise
+    except InvalidRequest:
+        return []
+    assert isinstance(address, EtcdAddress)  # a file store begins otherwise
+    try:
         tls = _tls(address)
-    except (InvalidRequest, OSError) as error:
+    except OSError as error:
         return [EtcdFacts(endpoint=cluster, problem=str(error), is_healthy=False, took_ns=0)]
     return [_ask(member, tls) for member in address.members]
 

@@ -27,6 +27,7 @@ class PortFacts:
         host, port: where the node will listen; port 0 is any free one.
         failure: errno of trying to listen; 0 when it can.
         holder: who listens there when it is in use; None when it cannot be told.
+        is_another: the holder is a node, of other data dirs than the settings name.
         ephemeral: range of ports that outgoing connections may take.
     """
 
@@ -36,6 +37,7 @@ class PortFacts:
     failure: int
     holder: Holder | None
     ephemeral: tuple[int, int]
+    is_another: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +57,11 @@ class AdvertisedFacts:
     dialled: Dialled
 
 
-def read_ports(system: System, *, hosts: Sequence[str], ports: Sequence[tuple[str, int]]) -> list[PortFacts]:
-    """Try to listen on each port of each host, as the node will."""
+def read_ports(
+    system: System, *, hosts: Sequence[str], ports: Sequence[tuple[str, int]], data_dirs: Sequence[str] = ()
+) -> list[PortFacts]:
+    """Try to listen on each port of each host, as the node will; `data_dirs` tell it from other nodes."""
+    own = {os.path.realpath(path) for path in data_dirs}
     low, high = (whole_number(word) or 0 for word in [*(system.text(_EPHEMERAL) or "").split(), "0", "0"][:2])
     facts: list[PortFacts] = []
     for setting, port in ports:
@@ -64,7 +69,15 @@ def read_ports(system: System, *, hosts: Sequence[str], ports: Sequence[tuple[st
             failure = try_listen(host, port)
             holder = holder_of(system, port) if failure == errno.EADDRINUSE else None
             facts.append(
-                PortFacts(setting=setting, host=host, port=port, failure=failure, holder=holder, ephemeral=(low, high))
+                PortFacts(
+                    setting=setting,
+                    host=host,
+                    port=port,
+                    failure=failure,
+                    holder=holder,
+                    ephemeral=(low, high),
+                    is_another=bool(own and holder and holder.data_dirs and not own & set(holder.data_dirs)),
+                )
             )
     return facts
 
@@ -111,7 +124,7 @@ def check_port(facts: PortFacts) -> Finding:
             if taken_by_chance
             else None,
         )
-    if facts.failure == errno.EADDRINUSE and facts.holder and facts.holder.is_node:
+    if facts.failure == errno.EADDRINUSE and facts.holder and facts.holder.is_node and not facts.is_another:
         return Finding(
             check="port",
             subject=where,
@@ -126,6 +139,9 @@ def check_port(facts: PortFacts) -> Finding:
         status=Status.FAILING,
         found=_words_of_failure(facts),
         needed=needed,
+        reason=f"a kvstore node of other data dirs: {', '.join(facts.holder.data_dirs)}"
+        if facts.holder and facts.is_another
+        else "",
         fix=_fix_of_port(facts, flag),
     )
 

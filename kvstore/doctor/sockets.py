@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import socket
@@ -18,14 +19,23 @@ from kvstore.limits import DOCTOR_DIAL_NS_MAX, DOCTOR_REPLY_BYTES_MAX, SECOND_NS
 
 _LISTENING: Final = "0A"  # TCP_LISTEN in /proc/net/tcp
 _GREETING_BYTES: Final = 16
+_WORKER_MODULE: Final = "kvstore.server.worker"  # `python -m` of it, one JSON object behind (kvstore/server/launch.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A process that listens on a port. `is_node`: it is a kvstore node."""
+    """A process that listens on a port.
+
+    Attributes:
+        pid: its number.
+        command: its command line.
+        data_dirs: real paths of what it serves, if it is a kvstore node or a worker of one; empty where its workers
+            do not tell.
+    """
 
     pid: int
     command: str
+    data_dirs: tuple[str, ...] = ()
 
     @property
     def is_node(self) -> bool:
@@ -81,8 +91,32 @@ def holder_of(system: System, port: int) -> Holder | None:
         for descriptor in system.names(f"/proc/{pid}/fd"):
             if _socket_inode(pid, descriptor) in inodes:
                 command = (system.text(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
-                return Holder(pid=int(pid), command=command)
+                return Holder(pid=int(pid), command=command, data_dirs=_data_dirs_of(system, pid))
     return None
+
+
+def _data_dirs_of(system: System, pid: str) -> tuple[str, ...]:
+    """What a worker owns, or all workers of a supervisor, by the command lines that workers are started with."""
+    children = (system.text(f"/proc/{pid}/task/{pid}/children") or "").split()
+    found: list[str] = []
+    for process in (pid, *children):
+        arguments = (system.text(f"/proc/{process}/cmdline") or "").split("\0")
+        if _WORKER_MODULE not in arguments:
+            continue
+        folder = system.real(f"/proc/{process}/cwd") or "/"
+        found += [
+            os.path.realpath(os.path.join(folder, path)) for path in _data_dirs_in(arguments[-1] or arguments[-2])
+        ]
+    return tuple(dict.fromkeys(found))
+
+
+def _data_dirs_in(launch: str) -> list[str]:
+    try:
+        told = json.loads(launch)
+    except ValueError:
+        return []
+    paths = told.get("data_dirs") if isinstance(told, dict) else None
+    return [path for path in paths if isinstance(path, str)] if isinstance(paths, list) else []
 
 
 def dial_back(host: str, listen_host: str, port: int) -> Dialled:

@@ -154,6 +154,31 @@ def test_settings_come_from_the_file_too(tmp_path: Path) -> None:
     assert "is not valid TOML" in done.stderr
 
 
+def test_what_serve_would_refuse_is_a_fault_of_the_settings(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text('[[tenants]]\nname = "a"\ntokens = [{ scopes = ["read"], sha256 = "none" }]\n')
+    wrong = ("--cluster", "http://127.0.0.1:2379", "--tenants", str(tenants), "--advertise", "127.0.0.1:99")
+    status, found = report("--data-dir", str(tmp_path), "--capacity", "64MiB", *FREE_PORTS, *wrong)
+    settings = line(found, "settings")
+    assert (status, settings["status"]) == (1, "failing")
+    for words in ("begins with neither etcd://", "is no SHA-256 in hex", "advertise 127.0.0.1:99 is no name"):
+        assert words in settings["found"]
+    assert "other values" in settings["fix"]["shell"]
+
+
+@pytest.mark.parametrize("name", ["10.0.0.5", "fe80::1", "node-5.example", "localhost", "müsli.example"])
+def test_what_can_be_advertised(name: str) -> None:
+    assert inspect_node_settings({"data_dir": "/a", "capacity": "1GiB", "advertise": name})[1] == ()
+
+
+@pytest.mark.parametrize(
+    "name", ["10.0.0.5:7401", "[fe80::1]", "http://a", "a/b", "a b", "0.0.0.0", "::", "me@a", "a,b"]
+)
+def test_what_cannot_be_advertised(name: str) -> None:
+    (fault,) = inspect_node_settings({"data_dir": "/a", "capacity": "1GiB", "advertise": name})[1]
+    assert fault.startswith(f"advertise {name} is no name or address that clients can connect to")
+
+
 def test_a_port_in_use_and_an_etcd_that_is_not_there(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -216,9 +241,16 @@ def test_beside_a_node_that_runs_nothing_fails(tmp_path: Path) -> None:
         ports = [address.rpartition(":")[2] for address in addresses]
         arguments = ("--data-dir", str(tmp_path / "data"), "--capacity", "64MiB", "--cache", "0")
         status, found = report(*arguments, "--grpc-port", ports[0], "--data-port", ports[1], "--metrics-port", ports[2])
+        other = ("--data-dir", str(tmp_path / "other"), *arguments[2:])
+        other_status, beside = report(
+            *other, "--grpc-port", ports[0], "--data-port", ports[1], "--metrics-port", ports[2]
+        )
     assert status == 0, [entry for entry in found["findings"] if entry["status"] == "failing"]
     held = [entry["found"] for entry in found["findings"] if entry["check"] == "port"]
     assert all("held by process" in words for words in held), held
+    assert other_status == 1
+    taken = [(entry["status"], entry["reason"]) for entry in beside["findings"] if entry["check"] == "port"]
+    assert taken == [("failing", f"a kvstore node of other data dirs: {tmp_path / 'data'}")] * 3
 
 
 FILES = (

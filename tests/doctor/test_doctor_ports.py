@@ -72,6 +72,15 @@ def test_each_failure_has_its_own_fix() -> None:
     ]
 
 
+def test_a_port_of_another_node_is_not_this_node_s() -> None:
+    holder = Holder(pid=7, command="python -m kvstore serve", data_dirs=("/srv/a", "/srv/b"))
+    finding = check_port(replace(FREE, failure=errno.EADDRINUSE, holder=holder, is_another=True))
+    assert finding.status is Status.FAILING
+    assert finding.reason == "a kvstore node of other data dirs: /srv/a, /srv/b"
+    assert finding.fix
+    assert "another --data-port" in finding.fix.shell
+
+
 def test_a_port_that_outgoing_connections_may_take() -> None:
     finding = check_port(replace(FREE, port=40000))
     assert finding.status is Status.WARNING
@@ -127,6 +136,24 @@ def test_a_real_port_of_another_process_is_named_by_its_command() -> None:
     assert (holder.pid, holder.is_node) == (process.pid, True)
     assert finding.status is Status.OK
     assert holder_of(LinuxSystem(), port) is None
+
+
+@pytest.mark.parametrize("launch", ["", "{", "[]", '{"data_dirs": 1}', '{"data_dirs": [1]}', "{}"])
+def test_a_worker_whose_command_line_tells_nothing(launch: str) -> None:
+    program = (
+        "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "kvstore.server.worker", launch],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout
+        holder = holder_of(LinuxSystem(), int(process.stdout.readline()))
+        process.communicate("\n")
+    assert holder
+    assert (holder.is_node, holder.data_dirs) == (True, ())
 
 
 def test_a_real_address_that_is_not_of_this_machine() -> None:
