@@ -127,7 +127,8 @@ def check_clock(facts: MachineFacts) -> Finding:
         if wrong
         else "",
         fix=Fix(
-            shell="systemctl enable --now chrony, or timedatectl set-ntp true",
+            shell="timedatectl set-ntp true (needs systemd-timesyncd); or apt-get install chrony, and systemctl enable "
+            "--now chrony",
             systemd="in [Unit]: After=time-sync.target and Wants=time-sync.target, with chrony or timesyncd enabled",
             kubernetes="run chrony on the machine below (and in its hypervisor); a pod has its node's clock",
         )

@@ -109,7 +109,9 @@ def check_open_files(facts: ProcessFacts) -> Finding:
         fix=None
         if enough
         else Fix(
-            shell=f"ulimit -Hn {OPEN_FILES_NEEDED} (as root, before kvstore serve)",
+            shell=f"ulimit -Hn {OPEN_FILES_NEEDED} (as root, before kvstore serve); for a user: "
+            f"'* hard nofile {OPEN_FILES_NEEDED}' in /etc/security/limits.conf and log in again; in Docker: "
+            f"--ulimit nofile={OPEN_FILES_NEEDED}",
             systemd=f"LimitNOFILE={OPEN_FILES_NEEDED}",
             kubernetes=f"LimitNOFILE={OPEN_FILES_NEEDED} or more in the unit of containerd (or crio) on each node; "
             "pods inherit it",

@@ -145,15 +145,26 @@ def check_file_system(facts: PlaceFacts) -> Finding:
         found=found,
         needed="ext4 (data=ordered or writeback) or xfs, with barriers, or a raw block device",
         reason=reason,
-        fix=None
-        if status is Status.OK
-        else Fix(
-            shell=f"mkfs.xfs /dev/DRIVE && mount /dev/DRIVE {facts.path} (erases the drive); "
-            "for ext4: mount -o remount,data=ordered is refused, so change /etc/fstab and mount again",
-            systemd=f"a .mount unit for {facts.path} with Type=xfs, and RequiresMountsFor={facts.path} in [Unit]",
-            kubernetes="a local PersistentVolume with fsType: xfs (or volumeMode: Block) in place of emptyDir, "
-            "overlay or network storage",
-        ),
+        fix=None if status is Status.OK else _file_system_fix(facts),
+    )
+
+
+def _file_system_fix(facts: PlaceFacts) -> Fix:
+    if facts.file_system in _GOOD_FILE_SYSTEMS:  # it is the way that it is mounted
+        point = facts.mount_point
+        return Fix(
+            shell=f"in /etc/fstab take data=journal, nobarrier and barrier=0 from the options of {point}, then with "
+            f"the node stopped: umount {point} && mount {point}, or reboot (a remount does not change data=)",
+            systemd=f"Options= of the .mount unit for {point} without them",
+            kubernetes="mountOptions of the PersistentVolume without them",
+        )
+    path = facts.path
+    return Fix(
+        shell="pass a --data-dir on a drive with ext4 or xfs; or make one, which erases the drive: "
+        f"mkfs.xfs /dev/DRIVE && mkdir -p {path} && mount /dev/DRIVE {path}",
+        systemd=f"a .mount unit for {path} with Type=xfs, and RequiresMountsFor={path} in [Unit]",
+        kubernetes="a local PersistentVolume with fsType: xfs (or volumeMode: Block) in place of emptyDir, "
+        "overlay or network storage",
     )
 
 
@@ -168,7 +179,6 @@ def check_drive(facts: PlaceFacts) -> Finding:
         reason = "a spinning drive (or a virtual one that says so): random reads take milliseconds"
     elif slow_scheduler:
         reason = f"{facts.scheduler} orders again what the node has ordered, at a cost for each operation"
-    queue = f"/sys/block/{facts.drive}/queue"
     return Finding(
         check="drive",
         subject=facts.path,
@@ -176,14 +186,24 @@ def check_drive(facts: PlaceFacts) -> Finding:
         found=found,
         needed="solid-state, scheduler none (or mq-deadline, kyber)",
         reason=reason,
-        fix=None
-        if status is Status.OK
-        else Fix(
-            shell=f"echo none > {queue}/scheduler; on a virtual drive that is an SSD: echo 0 > {queue}/rotational; "
-            "else move the data dir to an SSD",
-            systemd=f'a udev rule: ACTION=="add|change", KERNEL=="{facts.drive}", ATTR{{queue/scheduler}}="none"',
-            kubernetes="the same udev rule on the node, or nodes with local SSDs (node label and nodeSelector)",
-        ),
+        fix=None if status is Status.OK else _drive_fix(facts, slow_scheduler=slow_scheduler),
+    )
+
+
+def _drive_fix(facts: PlaceFacts, *, slow_scheduler: bool) -> Fix:
+    queue = f"/sys/block/{facts.drive}/queue"
+    commands = [f"echo none > {queue}/scheduler"] if slow_scheduler else []
+    wanted = ['ATTR{queue/scheduler}="none"'] if slow_scheduler else []
+    where = ""
+    if facts.is_rotational:
+        commands.append(f"move the data dir to an SSD; where {facts.drive} is one: echo 0 > {queue}/rotational")
+        wanted.append('ATTR{queue/rotational}="0"')
+        where = "a drive on SSDs; where this one is: "
+    rule = f'a udev rule: ACTION=="add|change", KERNEL=="{facts.drive}", {", ".join(wanted)}'
+    return Fix(
+        shell="; ".join(commands),
+        systemd=where + rule,
+        kubernetes="nodes with local SSDs (node label and nodeSelector), or on the node " + rule,
     )
 
 

@@ -176,7 +176,7 @@ def choose_port(
     if not ports:
         raise Unavailable(
             "no RDMA device: /sys/class/infiniband is missing or empty; load the driver of the NIC (mlx5_ib, irdma, "
-            "bnxt_re, rdma_rxe), in a container pass /dev/infiniband and the device's resource, or use transport tcp"
+            "bnxt_re, rdma_rxe), in a container pass /dev/infiniband and the device's resource"
         )
     usable: list[tuple[RdmaPort, GidChoice]] = []
     faults: list[tuple[str, str]] = []

@@ -108,6 +108,7 @@ def test_open_files(fake: FakeSystem, hard: int | None, status: Status) -> None:
     assert finding.status is status
     if finding.fix:
         assert finding.fix.systemd == f"LimitNOFILE={OPEN_FILES_NEEDED}"
+        assert "Docker" in finding.fix.shell
 
 
 def report(wrapper: Sequence[str], shell: str) -> dict[str, list[str]]:

@@ -94,12 +94,16 @@ def test_file_systems(file_system: str, options: tuple[str, ...], words: str) ->
     finding = examined(replace(GOOD, file_system=file_system, mount_options=options))["file_system"]
     assert finding.status is (Status.WARNING if words else Status.OK)
     assert words in finding.reason
+    if finding.fix:  # one that is good but for its options is mounted anew, not made anew
+        assert ("umount /data" in finding.fix.shell) is (file_system == "ext4")
+        assert ("mkfs" in finding.fix.shell) is (file_system != "ext4")
 
 
 @pytest.mark.parametrize(
     ("rotational", "scheduler", "words"),
     [
         (True, "none", "spinning"),
+        (True, "bfq", "spinning"),
         (False, "bfq", "bfq orders again"),
         (False, "mq-deadline", ""),
         (False, "kyber", ""),
@@ -110,6 +114,10 @@ def test_drives(rotational: bool, scheduler: str, words: str) -> None:
     finding = examined(replace(GOOD, is_rotational=rotational, scheduler=scheduler))["drive"]
     assert finding.status is (Status.WARNING if words else Status.OK)
     assert words in finding.reason
+    if finding.fix:  # for what is wrong, and nothing else
+        for text in (finding.fix.shell, finding.fix.systemd, finding.fix.kubernetes):
+            assert ("scheduler" in text) is (scheduler == "bfq")
+        assert ("echo 0 > /sys/block/nvme0n1/queue/rotational" in finding.fix.shell) is rotational
 
 
 def test_capacity_that_is_not_there_fails_and_own_files_count() -> None:
