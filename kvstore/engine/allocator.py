@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from dataclasses import dataclass
 from typing import Final
@@ -10,6 +9,7 @@ from typing import Final
 from kvstore.device.base import Device
 from kvstore.engine.format import Entries, record_page_count
 from kvstore.engine.logrecord import COMMITS_PER_BLOCK
+from kvstore.engine.policy import NO_SPACE_ERRORS
 from kvstore.engine.segment import OpenSegment, SegmentState, SegmentTable
 from kvstore.limits import (
     CHECKSUM_BYTES_MIN,
@@ -201,7 +201,7 @@ class Allocator:
         try:
             self._device.allocate(self.table.offset(segment), self.table.segment_bytes)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno not in NO_SPACE_ERRORS:
                 raise
             self._give_back(segment)  # fallocate may have reserved part of it
             return False

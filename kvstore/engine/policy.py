@@ -7,6 +7,7 @@ before its first hole.
 
 from __future__ import annotations
 
+import errno
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
@@ -26,9 +27,11 @@ from kvstore.engine.location import (
     location_segment,
     location_segments,
 )
-from kvstore.limits import ACCESS_TICK_NS, PAGE_BYTES
+from kvstore.limits import ACCESS_TICK_NS, PAGE_BYTES, SPACE_RETRY_NS_MAX, SPACE_RETRY_NS_MIN
 
 _TICK_MAX: Final = (1 << 32) - 1
+NO_SPACE_ERRORS: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+"""The file system is full, or this user's share of it: no fault of the drive's."""
 
 
 class TickClock:
@@ -247,6 +250,42 @@ class WriteBudget:
         """So many bytes were re-inserted; pinned ones may have gone beyond the allowance, see `affords`."""
         self.moved_bytes += length_bytes
         self._allowance -= length_bytes
+
+
+class EvictionRest:
+    """When nothing is evicted since the drive takes no writes: what a victim held is forgotten before it is erased.
+
+    A drive that has turned read-only would lose all that it can still serve in no time. One segment that cannot be
+    erased says nothing of the others; after a second one in a row the next waits, and longer each time.
+    """
+
+    def __init__(self) -> None:
+        self._log_failed: OSError | None = None
+        self._unerased = 0
+        self._until_ns = 0
+
+    def why(self, log_failed: OSError | None, *, is_log_idle: bool, unerased: int, now_ns: int) -> str:
+        """Why nothing may be evicted now, for people; "" when it may.
+
+        Args:
+            log_failed: what stopped the log. A lack of space is answered by evicting.
+            is_log_idle: what was to be written to it is: one that is tried again after a failure works.
+            unerased: victims in a row that the drive would not erase.
+        """
+        if log_failed is not None and log_failed.errno not in NO_SPACE_ERRORS:
+            self._log_failed = log_failed
+        elif is_log_idle or log_failed is not None:
+            self._log_failed = None
+        if self._log_failed is not None:
+            return f"the drive's log fails ({self._log_failed}); replace the drive"
+        if unerased != self._unerased:
+            self._unerased = unerased
+            rests = unerased - 2
+            wait_ns = min(SPACE_RETRY_NS_MIN << min(rests, 16), SPACE_RETRY_NS_MAX) if rests >= 0 else 0
+            self._until_ns = now_ns + wait_ns
+        if now_ns >= self._until_ns:
+            return ""
+        return f"the drive would not erase the last {unerased} segments that were to make room; replace the drive"
 
 
 class Ancestors:

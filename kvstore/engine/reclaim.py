@@ -103,6 +103,7 @@ class Reclaimer:
         avoid: segments that hold more pinned bytes than could be moved when they were tried. Forgotten by `candidates`
             when nothing else is left and less is pinned, and by the store every so often, since the budget grows.
         budget: what re-insertion may write.
+        unerased: victims in a row that the drive would not erase: all that they held was forgotten for nothing.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Reclaimer:
         self.budget = budget
         self._metrics = metrics
         self.running = False
+        self.unerased = 0
         self.avoid: set[int] = set()
         self._avoided_pinned_bytes = 0
 
@@ -182,6 +184,8 @@ class Reclaimer:
             self._forget(victim, entries, locations, incomplete=not complete)
             yield lambda resume: self._table.when_unheld(victim, lambda: resume(None))
             yield from self._erase(victim)
+            if self._table.state[victim] == SegmentState.BAD:
+                self.unerased += 1
         self.running = False
 
     def erase_again(self, segment: int) -> Steps[None]:
@@ -331,5 +335,6 @@ class Reclaimer:
         if error is not None:
             self._table.set_state(victim, SegmentState.BAD)
             return
+        self.unerased = 0
         self._ledger.freed(victim)
         self._allocator.freed(victim)

@@ -30,7 +30,7 @@ from kvstore.engine.ledger import Ledger, RecordWatcher, entry_locations
 from kvstore.engine.log import Log
 from kvstore.engine.logrecord import encode_tombstone
 from kvstore.engine.namespaces import NamespaceTable
-from kvstore.engine.policy import WriteBudget
+from kvstore.engine.policy import EvictionRest, WriteBudget
 from kvstore.engine.reclaim import Reclaimer
 from kvstore.engine.recovery import FoundSegment, LogScan, scan_log, scan_segments, valid_records
 from kvstore.engine.scrub import Scrubber
@@ -196,6 +196,7 @@ class Store:
             metrics=metrics,
             on_user_bytes=budget.wrote,
         )
+        self._rest = EvictionRest()
         self.trimmer = Trimmer(queue=queue, allocator=self.allocator, ledger=self.ledger, metrics=metrics)
         self.reclaimer = Reclaimer(
             queue=queue,
@@ -337,7 +338,7 @@ class Store:
                 op.owner(op)
             self._write_on()
         self.writer.grant_waiting()
-        self._make_room()
+        self._make_room(now_ns)
         self.scrubber.poll(now_ns)
         self._write_on()
 
@@ -396,9 +397,16 @@ class Store:
     def _seal(self, target: OpenSegment) -> None:
         start(self._sealer.seal(target))
 
-    def _make_room(self) -> None:
+    def _make_room(self, now_ns: int) -> None:
         """Evict a segment if room, space or the log asks for it, or what a tenant has above its quota."""
         if self.reclaimer.running or self.trimmer.running:
+            return
+        why_not = self._rest.why(
+            self.log.failed, is_log_idle=self.log.idle, unerased=self.reclaimer.unerased, now_ns=now_ns
+        )
+        if why_not:
+            if self.appender.needs_room:
+                self.writer.refuse_backlog(Refused(RefusedReason.NO_SPACE, why_not))
             return
         allocator = self.allocator
         if self.appender.needs_room and allocator.crowded and allocator.closing[0].outstanding:

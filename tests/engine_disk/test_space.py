@@ -292,6 +292,44 @@ def test_a_drive_that_takes_no_writes_refuses_puts_and_shows_nothing(code: int) 
     assert isinstance(again.put(ref, key_of(9), payload_of(9)), Stored)
 
 
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_full_drive_that_takes_no_more_writes_serves_what_it_holds(code: int, start: int) -> None:
+    """As when its file system is remounted read-only under load, with (0) and without its log among what is refused."""
+    device = FaultyDevice(MemoryDevice(size_bytes=64 * MiB))
+    rig = StoreRig(device, segment_bytes=1 * MiB)
+    ref = rig.namespace()
+    fill(rig, ref, range(1200))
+    assert rig.metrics.evicted_segments, "it is full"
+    held = [n for n in range(1200) if rig.location(ref, key_of(n))]
+    where = rig.superblock.segments_offset * start
+    device.inject(Fault(action=FaultAction.ERROR, kind=IoKind.WRITE, start=where, times=None, errno_code=code))
+    for number in range(2000, 2300):
+        result = rig.begin_put(ref, key_of(number), payload_of(number))
+        rig.settle(lambda result=result: result.outcome is not None)  # type: ignore[misc]
+        assert isinstance(result.outcome, Refused)
+        rig.now_ns += SECOND_NS // 10
+    rig.settle()
+    kept = [n for n in held if rig.get(ref, key_of(n)) == payload_of(n)]
+    assert len(kept) >= 0.8 * len(held), f"{len(kept)} of {len(held)} records are served on"
+    assert rig.store.next_timer_ns() is not None, "it is tried again though nothing else happens"
+
+    device.clear()
+    rig.now_ns += 400 * SECOND_NS
+    for _ in range(8):
+        rig.settle()
+        rig.now_ns += 10 * SECOND_NS
+    rig.ledger.tick += 10
+    fill(rig, ref, range(3000, 3100))
+    assert all(rig.get(ref, key_of(n)) == payload_of(n) for n in range(3000, 3100))
+    rig.settle()
+    rig.store.update_gauges()
+    assert not rig.metrics.segments_bad, "what could not be erased was, without a restart"
+    again = reopened(rig)
+    assert all(again.get(ref, key_of(n)) in (None, payload_of(n)) for n in (*range(1200), *range(3000, 3100)))
+    assert again.recount_bytes() == again.ledger.live_bytes == rig.ledger.live_bytes
+
+
 def test_a_log_block_that_fails_is_written_further_on() -> None:
     device = FaultyDevice(MemoryDevice(size_bytes=16 * MiB))
     rig = StoreRig(device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from kvstore.engine.location import U32, U64, location_depths, pack_location
 from kvstore.engine.policy import (
     Ancestors,
+    EvictionRest,
     SegmentScores,
     TickClock,
     WriteBudget,
@@ -17,7 +20,7 @@ from kvstore.engine.policy import (
     eviction_tick,
     records_to_keep,
 )
-from kvstore.limits import ACCESS_TICK_NS, PAGE_BYTES
+from kvstore.limits import ACCESS_TICK_NS, PAGE_BYTES, SPACE_RETRY_NS_MAX, SPACE_RETRY_NS_MIN
 
 
 def locations_of(records: list[tuple[int, int, int, int]]) -> U64:
@@ -235,3 +238,21 @@ def test_a_circle_of_parents_ends() -> None:
     ancestors.put(1, 2, tick=1)
     ancestors.put(2, 1, tick=2)
     assert ancestors.put(2, 2, tick=3) == [2]
+
+
+def test_nothing_is_evicted_while_the_log_fails_or_segments_in_a_row_cannot_be_erased() -> None:
+    rest, broken = EvictionRest(), OSError(errno.EROFS, "read-only")
+    assert not rest.why(None, is_log_idle=True, unerased=1, now_ns=0), "one says nothing of the others"
+    assert "read-only" in rest.why(broken, is_log_idle=True, unerased=1, now_ns=1)
+    assert rest.why(None, is_log_idle=False, unerased=1, now_ns=2), "the log is tried again, and may fail again"
+    assert not rest.why(None, is_log_idle=True, unerased=1, now_ns=3)
+    assert not rest.why(OSError(errno.ENOSPC, "full"), is_log_idle=True, unerased=1, now_ns=4), "evicting gives room"
+    waits, now_ns = [], 10
+    for unerased in range(2, 12):
+        assert "erase" in rest.why(None, is_log_idle=True, unerased=unerased, now_ns=now_ns)
+        began_ns = now_ns
+        while rest.why(None, is_log_idle=True, unerased=unerased, now_ns=now_ns):
+            now_ns += SPACE_RETRY_NS_MIN
+        waits.append(now_ns - began_ns)
+    assert waits == [min(SPACE_RETRY_NS_MIN << at, SPACE_RETRY_NS_MAX) for at in range(10)]
+    assert not rest.why(None, is_log_idle=True, unerased=0, now_ns=now_ns), "one was erased"
