@@ -134,7 +134,8 @@ def show_status(
     if answers:
         _show_cluster(screen, view, answers, lines)
     elif others:
-        targets = [(target.id, target.state, ", ".join(target.data), f"{target.weight:.2f}") for target in others]
+        names = _short_names([target.id for target in view.targets])
+        targets = [(names[one.id], one.state, ", ".join(one.data), f"{one.weight:.2f}") for one in others]
         screen.grid("", ("target", "state", Column(header="data", kind=Kind.TEXT), "weight"), targets)
     if report.numbers and report.tenants:
         show_tenants(screen, report.tenants)

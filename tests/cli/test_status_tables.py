@@ -6,6 +6,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from typing import Any
 from unicodedata import east_asian_width
 
 import pytest
@@ -67,12 +68,14 @@ def own_report(lines: list[TargetLine]) -> NodeReport:
     )
 
 
-def shown(lines: list[TargetLine], width: int | None, *, silent: str = "") -> str:
-    out = io.StringIO()
-    console = Console(file=out, width=width or 80, force_terminal=width is not None, no_color=True, highlight=False)
+def view_of(lines: list[TargetLine]) -> View:
     targets = [
         Target(id=one.id, data=one.data, weight=1.0, state=TargetState.SERVING, node_id=one.node_id) for one in lines
     ]
+    return View(epoch=417, node_id="", cluster="prod", targets=tuple(targets))
+
+
+def shown(lines: list[TargetLine], width: int | None, *, silent: str = "") -> str:
     answers = [
         NodeAnswer(
             node_id=where.node_id,
@@ -82,8 +85,14 @@ def shown(lines: list[TargetLine], width: int | None, *, silent: str = "") -> st
         )
         for where in own_report(lines).nodes
     ]
-    view = View(epoch=417, node_id="", cluster="prod", targets=tuple(targets))
-    show_status(Screen(console), own_report(lines), view, answers, lines)
+    return told(width, own_report(lines), view_of(lines), answers, lines)
+
+
+def told(width: int | None, *what: Any) -> str:
+    """What `show_status` shows, without colours."""
+    out = io.StringIO()
+    console = Console(file=out, width=width or 80, force_terminal=width is not None, no_color=True, highlight=False)
+    show_status(Screen(console), *what)
     return re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
 
 
@@ -152,10 +161,19 @@ def test_a_target_is_named_by_as_much_as_tells_it_from_others() -> None:
     assert "0123456789abc0 " in text
 
 
+def test_a_tenant_is_told_the_targets_by_as_short_names() -> None:
+    """Without the scope admin there are no drives in the report, and no node is asked."""
+    lines = MANY[:3]
+    text = told(100, replace(own_report(lines), drives=()), view_of(lines))
+    for one in lines:
+        assert f"{one.id[:8]} " in text
+        assert one.id[:9] not in text
+
+
 def test_json_of_watch_is_one_line() -> None:
-    told = json_line({"targets": MANY})
-    assert "\n" not in told
-    assert len(json.loads(told)["targets"]) == len(MANY)
+    text = json_line({"targets": MANY})
+    assert "\n" not in text
+    assert len(json.loads(text)["targets"]) == len(MANY)
 
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z", "M")), min_size=1, max_size=12)
