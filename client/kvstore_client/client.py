@@ -44,6 +44,7 @@ class KVClient:
         self._addresses = addresses
         self._counters = Counters()
         self._is_closed = False
+        self._said_private = False
         self._sessions: dict[int, Session] = {}
         self.options = options
         self.session()
@@ -144,10 +145,12 @@ class KVClient:
                 shared = session.core.memory.allocate(length_bytes, prefault=prefault)
                 if shared is not None:
                     return shared
-            if self.options.transport is Transport.SHM:
+            if self.options.transport is Transport.SHM and not self._said_private:
+                self._said_private = True  # an engine allocates thousands of buffers
                 _log.warning(
-                    "alloc: %d bytes are private memory although transport is shm: no node on this host can be "
-                    "reached, or there is no room for more shared memory; each transfer costs one more copy",
+                    "alloc: %d bytes are private memory although transport is shm, and further ones may be: no node "
+                    "on this host shares memory with this client (client.transports() says why), or there is no room "
+                    "for more shared memory",
                     length_bytes,
                 )
         return allocate(length_bytes, prefault=prefault)
