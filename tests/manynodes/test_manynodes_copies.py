@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from kvstore.cluster.view import TargetState
 from kvstore.testing.cluster_lab import ClusterLab, LabOptions, until
 from kvstore_bench.chains import Chains, ChainShape
 from kvstore_client import KVClient
+from tests.manynodes.filled_cluster import Cluster, filled
 
 SEED = 34
 SHAPE = ChainShape(tokens=8_192, chunk_tokens=256, chunk_bytes=16_384, runs=4)
@@ -23,22 +23,12 @@ CHAINS = 12
 NAMES = ("n0", "n1", "n2", "n3")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    lab: ClusterLab
-    client: KVClient
-    chains: Chains
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("copies")
-    with ClusterLab(folder, nodes=NAMES, options=LabOptions(drain_timeout="5s")) as lab:
-        lab.wait_settled()
-        with KVClient.connect(lab.data_addresses()) as client:
-            chains = Chains(count=CHAINS, seed=SEED, shape=SHAPE)
-            chains.put_all(client)
-            yield Cluster(lab=lab, client=client, chains=chains)
+    lab = ClusterLab(folder, nodes=NAMES, options=LabOptions(drain_timeout="5s"))
+    with filled(lab, Chains(count=CHAINS, seed=SEED, shape=SHAPE)) as made:
+        yield made
 
 
 def head_keys(chains: Chains) -> bytes:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import pytest
 
@@ -16,6 +15,7 @@ from kvstore.testing.cluster_lab import ClusterLab
 from kvstore.types.results import Hit
 from kvstore_bench.chains import Chains, ChainShape, content_of
 from kvstore_client import KVClient
+from tests.manynodes.filled_cluster import Cluster, filled
 
 SEED = 36
 CLIENTS = 200
@@ -77,20 +77,11 @@ print("done")
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    lab: ClusterLab
-    chains: Chains
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with ClusterLab(tmp_path_factory.mktemp("crowd"), nodes=3, in_namespaces=True) as lab:
-        lab.wait_settled()
-        chains = Chains(count=4, seed=SEED, shape=ChainShape(tokens=8_192, runs=8))
-        with KVClient.connect(lab.data_addresses()) as client:
-            chains.put_all(client)
-        yield Cluster(lab=lab, chains=chains)
+    lab = ClusterLab(tmp_path_factory.mktemp("crowd"), nodes=3, in_namespaces=True)
+    with filled(lab, Chains(count=4, seed=SEED, shape=ChainShape(tokens=8_192, runs=8))) as made:
+        yield made
 
 
 def together(count: int, work: Callable[[int], None]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
@@ -19,6 +18,7 @@ from kvstore_bench.chains import Chains, ChainShape
 from kvstore_bench.cluster_faults import faults
 from kvstore_bench.traffic import Traffic
 from kvstore_client import KVClient
+from tests.manynodes.filled_cluster import Cluster, filled
 
 SEED = 34
 DEADLINE_S = 2.0
@@ -28,23 +28,13 @@ HIT_WITHIN_S = 30.0
 SPREAD = ChainShape(tokens=4_096, runs=32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    lab: ClusterLab
-    client: KVClient
-    chains: Chains
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     options = LabOptions(capacity="256MiB")
     folder = tmp_path_factory.mktemp("faults")
-    with ClusterLab(folder, nodes=3, etcd_members=3, in_namespaces=True, options=options) as lab:
-        lab.wait_settled()
-        with KVClient.connect(lab.data_addresses()) as client:
-            chains = Chains(count=6, seed=SEED, shape=ChainShape(tokens=8_192, runs=8))
-            chains.put_all(client)
-            yield Cluster(lab=lab, client=client, chains=chains)
+    lab = ClusterLab(folder, nodes=3, etcd_members=3, in_namespaces=True, options=options)
+    with filled(lab, Chains(count=6, seed=SEED, shape=ChainShape(tokens=8_192, runs=8))) as made:
+        yield made
 
 
 def writes_everywhere(cluster: Cluster, seed: int) -> bool:

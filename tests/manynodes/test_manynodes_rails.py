@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,19 +17,13 @@ from kvstore.types.results import Exists, Hit, Stored
 from kvstore_bench.chains import Chains, ChainShape, content_of
 from kvstore_bench.traffic import Traffic
 from kvstore_client import AsyncKVClient, KVClient
+from tests.manynodes.filled_cluster import Cluster, filled
 
 SEED = 2
 DEADLINE_S = 4.0  # half of it, or a second, may go by the dead rail; a busy machine may stall for another second
 SLACK_S = 1.5
 VICTIM = "n1"
 READS = 60
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    lab: ClusterLab
-    client: KVClient
-    chains: Chains
 
 
 @pytest.fixture(scope="module", params=["one worker", "by default"])
@@ -40,12 +33,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     options = LabOptions(rails=2)
     if request.param == "by default":
         options = LabOptions(rails=2, workers=0, drives=2, capacity="128MiB")
-    with ClusterLab(folder, nodes=2, in_namespaces=True, options=options) as lab:
-        lab.wait_settled()
-        with KVClient.connect(lab.data_addresses()) as client:
-            chains = Chains(count=4, seed=SEED, shape=ChainShape(tokens=8_192, runs=8))
-            chains.put_all(client)
-            yield Cluster(lab=lab, client=client, chains=chains)
+    lab = ClusterLab(folder, nodes=2, in_namespaces=True, options=options)
+    with filled(lab, Chains(count=4, seed=SEED, shape=ChainShape(tokens=8_192, runs=8))) as made:
+        yield made
 
 
 def silent_first(lab: ClusterLab, *, is_dead: bool) -> None:

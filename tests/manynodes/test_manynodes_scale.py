@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from kvstore.testing.cluster_lab import ClusterLab, LabOptions, until
 from kvstore.types.results import Hit
 from kvstore_bench.chains import Chains, ChainShape
 from kvstore_bench.traffic import Traffic
-from kvstore_client import KVClient
+from tests.manynodes.filled_cluster import Cluster, filled
 
 SEED = 56
 NODES = 8
@@ -31,22 +30,12 @@ DEADLINE_S = 2.0
 SLACK_S = 1.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    lab: ClusterLab
-    client: KVClient
-    chains: Chains
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     options = LabOptions(drain_timeout="5s")
-    with ClusterLab(tmp_path_factory.mktemp("scale"), nodes=NODES, etcd_members=3, options=options) as lab:
-        lab.wait_settled()
-        with KVClient.connect(lab.data_addresses()) as client:
-            chains = Chains(count=CHAINS, seed=SEED, shape=SHAPE)
-            chains.put_all(client)
-            yield Cluster(lab=lab, client=client, chains=chains)
+    lab = ClusterLab(tmp_path_factory.mktemp("scale"), nodes=NODES, etcd_members=3, options=options)
+    with filled(lab, Chains(count=CHAINS, seed=SEED, shape=SHAPE)) as made:
+        yield made
 
 
 def digests_of(chains: Chains) -> bytes:

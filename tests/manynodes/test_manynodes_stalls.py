@@ -13,7 +13,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import pytest
 
@@ -23,6 +22,7 @@ from kvstore.testing.cluster_lab import ClusterLab, LabOptions, until
 from kvstore_bench.chains import Chains, ChainShape
 from kvstore_bench.traffic import Traffic
 from kvstore_client import KVClient
+from tests.manynodes.filled_cluster import Cluster, filled
 
 SEED = 38
 STALL_S = 12
@@ -108,21 +108,12 @@ with KVClient.connect(addresses) as client:
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    lab: ClusterLab
-    chains: Chains
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     options = LabOptions(capacity="256MiB", lease_ttl=f"{LEASE_S}s")
-    with ClusterLab(tmp_path_factory.mktemp("stalls"), nodes=3, etcd_members=1, options=options) as lab:
-        lab.wait_settled()
-        chains = Chains(count=3, seed=SEED, shape=SHAPE)
-        with KVClient.connect(lab.data_addresses()) as client:
-            chains.put_all(client)
-        yield Cluster(lab=lab, chains=chains)
+    lab = ClusterLab(tmp_path_factory.mktemp("stalls"), nodes=3, etcd_members=1, options=options)
+    with filled(lab, Chains(count=3, seed=SEED, shape=SHAPE)) as made:
+        yield made
 
 
 def gauge(lab: ClusterLab, family: str) -> float:
