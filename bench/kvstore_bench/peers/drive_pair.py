@@ -146,10 +146,11 @@ class _FarSide:
 
 
 class DrivePair(NearSide):
-    """The near side. Owns the child process, and uses all of the file."""
+    """The near side. Owns the child process, and uses all of the file: others may write over it between batches."""
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         """Makes a file of so many bytes, all of them written once."""
+        self.path = path
         self._size_bytes = size_bytes
         self._child = subprocess.Popen(
             [sys.executable, "-m", __name__, str(path), str(size_bytes)],
