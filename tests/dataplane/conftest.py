@@ -15,6 +15,7 @@ from kvstore.testing.plane_lab import PlaneLab
 def engine() -> Iterator[DictEngine]:
     made = DictEngine()
     yield made
+    assert made.held_bytes == 0
     made.close()
 
 

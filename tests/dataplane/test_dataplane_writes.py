@@ -1,9 +1,8 @@
-"""OFFER and the layer-wise writer over real sockets: every item ends once, and one bad item never fails the batch."""
+"""OFFER over real sockets: every item ends once, and one bad item never fails the batch."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,62 +12,26 @@ from kvstore.errors import Denied, InvalidRequest, StaleView
 from kvstore.limits import (
     DROPS_AHEAD_MAX,
     INLINE_PUT_BYTES_MAX,
-    LINGER_NS,
     PEER_RATE_BYTES_SECOND_MIN,
-    PEER_STALL_NS,
-    PEER_STALL_WAITED_NS,
     PUT_WINDOW_BYTES,
     SECOND_NS,
-    WRITERS_PER_CLIENT_MAX,
     MiB,
 )
 from kvstore.server.batch import pack_u32, unpack_u32
 from kvstore.testing.dict_engine import DictEngine
-from kvstore.testing.plane_lab import LabClient, PlaneLab, error_raised, results_of
+from kvstore.testing.plane_lab import LabClient, PlaneLab, error_raised
 from kvstore.types.checksum import crc_table
 from kvstore.types.digest import digest
 from kvstore.types.results import ItemStatus, MissReason, Refused, RefusedReason
 from kvstore.wire.header import FrameType, encode_head
-from kvstore.wire.messages import (
-    Admin,
-    AdminReply,
-    Cancel,
-    Delete,
-    Drop,
-    End,
-    Feature,
-    Grant,
-    Result,
-    Wait,
-    WriterAbort,
-    WriterCommit,
-    WriterOpen,
-    WriterOpened,
-)
+from kvstore.wire.messages import Admin, AdminReply, Cancel, Delete, Drop, End, Feature, Grant
 from kvstore.wire.slices import NO_CONTENT_ID, Slice, encode_slices
+from tests.dataplane.written import key_of, stored
 
 STORED = (ItemStatus.STORED, "")
 EXISTS = (ItemStatus.EXISTS, "")
 
 
-def key_of(number: int) -> bytes:
-    return number.to_bytes(32, "little")
-
-
-@pytest.fixture
-def engine() -> Iterator[DictEngine]:
-    made = DictEngine()
-    yield made
-    assert made.held_bytes == 0
-    made.close()
-
-
-def stored(engine: DictEngine, namespace: NamespaceRef, number: int) -> bytes | None:
-    record = engine.records.get((namespace.id, 0, key_of(number)))
-    return None if record is None else bytes(record.data)
-
-
-# --- OFFER ----------------------------------------------------------------------------------------------------------
 def test_checksums_may_come_with_the_data(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
     values = [os.urandom(size) for size in (0, 1, 65537, MiB, 3 * MiB + 5)]
     keys = [key_of(number) for number in range(len(values))]
@@ -366,11 +329,7 @@ def test_data_that_crosses_with_the_deadline_is_thrown_away(
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [
-        ({"item": 5}, "not granted"),
-        ({"offset": 65536}, "send in order"),
-        ({"record_bytes": 3 * MiB}, "were offered"),
-    ],
+    [({"item": 5}, "not granted"), ({"offset": 65536}, "send in order"), ({"record_bytes": 3 * MiB}, "were offered")],
 )
 def test_data_that_was_not_granted_closes_the_connection(
     lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef, change: dict[str, int], says: str
@@ -420,254 +379,7 @@ def test_what_is_wrong_behind_a_good_frame_is_said_though_nothing_more_comes(
     assert client.is_closed
 
 
-# --- layer-wise writer ----------------------------------------------------------------------------------------------
-def opening(namespace: NamespaceRef, numbers: list[int], length: int, **fields: object) -> WriterOpen:
-    plain: dict[str, object] = {
-        "namespace": namespace.digest,
-        "keys": b"".join(key_of(number) for number in numbers),
-        "lengths": pack_u32([length] * len(numbers)),
-        "block_bytes": pack_u32([4096]),
-        "deadline_ns": 5 * SECOND_NS,
-    }
-    return WriterOpen(**(plain | fields))  # type: ignore[arg-type]
-
-
-def write(client: LabClient, writer_id: int, value: bytes, start: int, stop: int) -> bytes:
-    client.session.start(FrameType.WRITER_WRITE)
-    piece = value[start:stop]
-    one = Slice(writer_id, start, len(piece), 0, False, NO_CONTENT_ID, len(value), 4096, crc_table(piece, 4096))
-    client.send_slices([one], piece, frame_type=FrameType.WRITER_WRITE)
-    return client.expect(End).statuses
-
-
-def commit(
-    client: LabClient, writer_ids: list[int], values: list[bytes], **fields: object
-) -> list[tuple[int, int, str]]:
-    tables = b"".join(crc_table(value, 4096) for value in values)
-    plain: dict[str, object] = {"writer_ids": pack_u32(writer_ids), "crc_tables": tables, "deadline_ns": 5 * SECOND_NS}
-    client.start(WriterCommit(**(plain | fields)))  # type: ignore[arg-type]
-    ended = []
-    while (frame := client.receive()).type is FrameType.RESULT:
-        ended += results_of(Result.decode(frame.body))
-    return sorted(ended)
-
-
-def test_a_record_is_written_layer_by_layer(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
-    value = os.urandom(10_000)
-    client, other = lab.client(), lab.client()
-    opened = client.call(opening(namespace, [1], len(value)), WriterOpened)
-    assert opened.statuses == bytes([ItemStatus.GRANTED])
-    (writer_id,) = unpack_u32(opened.writer_ids)
-    assert write(client, writer_id, value, 4096, 8192) == bytes([ItemStatus.RECEIVED])
-    assert write(other, writer_id, value, 0, 4096) == bytes([ItemStatus.RECEIVED]), (
-        "a client's writers are on all its connections"
-    )
-    assert client.get(namespace.digest, [key_of(1)])[0] == bytes([MissReason.ABSENT])
-    assert write(client, writer_id, value, 8192, 10_000) == bytes([ItemStatus.RECEIVED])
-    assert commit(other, [writer_id], [value]) == [(0, ItemStatus.STORED, "")]
-    assert client.get(namespace.digest, [key_of(1)])[1] == {0: value}
-    assert client.call(opening(namespace, [1], len(value)), WriterOpened).statuses == bytes([ItemStatus.EXISTS])
-
-
-def test_many_slices_in_one_frame_some_of_them_bad(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
-    value = os.urandom(8192)
-    client = lab.client()
-    good, bad = unpack_u32(client.call(opening(namespace, [1, 2], 8192), WriterOpened).writer_ids)
-    client.session.start(FrameType.WRITER_WRITE)
-    table = crc_table(value, 4096)
-    shape = Slice(good, 0, 8192, 0, False, NO_CONTENT_ID, 8192, 4096, table)
-    slices = [
-        shape,
-        shape._replace(item=bad, crcs=b"abcdefgh"),
-        shape._replace(item=999),
-        shape._replace(item=good, record_bytes=9000),
-    ]
-    client.send_slices(slices, value * 4, frame_type=FrameType.WRITER_WRITE)
-    assert list(client.expect(End).statuses) == [
-        ItemStatus.RECEIVED,
-        RefusedReason.INVALID,
-        RefusedReason.DEADLINE,
-        RefusedReason.INVALID,
-    ]
-    assert engine.aborted == 1
-    assert [status for _, status, _ in commit(client, [good], [value])] == [ItemStatus.STORED]
-    assert [status for _, status, _ in commit(client, [bad], [value])] == [RefusedReason.DEADLINE]
-
-
-def test_slices_wait_for_memory_and_the_stream_with_them(
-    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
-) -> None:
-    value = os.urandom(8192)
-    client = lab.client()
-    (writer_id,) = unpack_u32(client.call(opening(namespace, [1], 8192), WriterOpened).writer_ids)
-    engine.hold_grants = True
-    client.session.start(FrameType.WRITER_WRITE)
-    one = Slice(writer_id, 0, 8192, 0, False, NO_CONTENT_ID, 8192, 4096, crc_table(value, 4096))
-    client.send_slices([one], value, frame_type=FrameType.WRITER_WRITE)
-    for _ in range(10):
-        lab.turn()
-    assert not client._arrived()
-    engine.let_go()
-    assert client.expect(End).statuses == bytes([ItemStatus.RECEIVED])
-    assert commit(client, [writer_id], [value]) == [(0, ItemStatus.STORED, "")]
-
-
-def test_slices_without_memory_are_refused(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
-    value = os.urandom(8192)
-    client = lab.client()
-    (writer_id,) = unpack_u32(client.call(opening(namespace, [1], 8192), WriterOpened).writer_ids)
-    engine.hold_grants = True
-    client.session.start(FrameType.WRITER_WRITE)
-    one = Slice(writer_id, 0, 8192, 0, False, NO_CONTENT_ID, 8192, 4096, crc_table(value, 4096))
-    client.send_slices([one], value, frame_type=FrameType.WRITER_WRITE)
-    lab.turn()
-    lab.clock_ns += 6 * SECOND_NS
-    assert client.expect(End).statuses == bytes([RefusedReason.OVERLOADED])
-
-
-def test_a_connection_lost_in_a_slice_ends_the_writer(
-    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
-) -> None:
-    value = os.urandom(8192)
-    client, other = lab.client(), lab.client()
-    (writer_id,) = unpack_u32(client.call(opening(namespace, [1], 8192), WriterOpened).writer_ids)
-    client.session.start(FrameType.WRITER_WRITE)
-    one = Slice(writer_id, 0, 8192, 0, False, NO_CONTENT_ID, 8192, 4096, crc_table(value, 4096))
-    client.send_torn([one], value, 3000, frame_type=FrameType.WRITER_WRITE)
-    assert [status for _, status, _ in commit(other, [writer_id], [value])] == [RefusedReason.INVALID]
-    client.close()
-    lab.turn_until(lambda: lab.metrics.connections == 1)
-    assert engine.aborted == 1
-    assert write(other, writer_id, value, 0, 4096) == bytes([RefusedReason.DEADLINE])
-    assert engine.gone == [], "the client has another connection"
-
-
-def test_writers_end_after_their_time_to_live_and_by_abort(
-    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
-) -> None:
-    client = lab.client()
-    opened = client.call(opening(namespace, [1, 2], 8192, ttl_ns=3 * SECOND_NS), WriterOpened)
-    first, second = unpack_u32(opened.writer_ids)
-    value = os.urandom(8192)
-    lab.clock_ns += 2 * SECOND_NS
-    assert write(client, first, value, 0, 4096) == bytes([ItemStatus.RECEIVED])
-    lab.clock_ns += 2 * SECOND_NS
-    lab.turn()
-    assert engine.aborted == 1, "only the one that nobody wrote to"
-    client.call(WriterAbort(writer_ids=pack_u32([first, second, 77])), End)
-    assert engine.aborted == 2
-    assert not engine.pending
-
-
-def test_a_fenced_node_commits_no_writer_that_was_open_before(
-    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
-) -> None:
-    client = lab.client()
-    (writer_id,) = unpack_u32(client.call(opening(namespace, [1], 4096), WriterOpened).writer_ids)
-    value = os.urandom(4096)
-    write(client, writer_id, value, 0, 4096)
-    lab.plane.fenced_from_ns = 0
-    ((_, status, detail),) = commit(client, [writer_id], [value])
-    assert (status, "is fenced" in detail) == (RefusedReason.FENCED, True)
-    lab.plane.fenced_from_ns = 1 << 62
-    assert [status for _, status, _ in commit(client, [writer_id], [value])] == [ItemStatus.STORED]
-
-
-def test_bounds_on_writers_of_one_client(lab: PlaneLab, namespace: NamespaceRef) -> None:
-    client = lab.client()
-    numbers = list(range(WRITERS_PER_CLIENT_MAX + 2))
-    opened = client.call(opening(namespace, numbers, 4096), WriterOpened)
-    assert opened.statuses.count(ItemStatus.GRANTED) == WRITERS_PER_CLIENT_MAX
-    assert list(opened.statuses[-2:]) == [RefusedReason.OVERLOADED] * 2
-    assert str(WRITERS_PER_CLIENT_MAX) in opened.details
-    unknown = replace(opening(namespace, [1], 4096), namespace=bytes(32))
-    assert client.call(unknown, WriterOpened).statuses == bytes([RefusedReason.UNKNOWN_NAMESPACE])
-
-
-def test_commits_that_do_not_fit(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
-    client = lab.client()
-    value = os.urandom(8192)
-    one, two = unpack_u32(client.call(opening(namespace, [1, 2], 8192), WriterOpened).writer_ids)
-    with pytest.raises(InvalidRequest, match="crc_tables"):
-        commit(client, [one], [value + value])
-    write(client, one, value, 0, 8192)
-    ended = commit(client, [one, one], [value, value])
-    assert [status for _, status, _ in ended] == [ItemStatus.STORED, RefusedReason.INVALID]
-    assert [status for _, status, _ in commit(client, [two], [value])] == [RefusedReason.INVALID], "nothing was written"
-    assert not engine.pending
-    client.session.start(FrameType.WRITER_WRITE)
-    nothing = Slice(1, 0, 0, 0, False, NO_CONTENT_ID, 0, 4096, b"")
-    client.send_slices([nothing], b"", frame_type=FrameType.WRITER_WRITE)
-    with pytest.raises(InvalidRequest, match="without payload"):
-        client.expect(End)
-
-
 def test_admin_is_not_for_clients(lab: PlaneLab) -> None:
     client = lab.client()
     with pytest.raises(Denied, match="supervisor"):
         client.call(Admin(verb="echo", arguments=b"\x80"), AdminReply)
-
-
-# --- peers that stop -----------------------------------------------------------------------------------------------
-def test_a_peer_that_stops_in_the_middle_gives_everything_back(
-    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
-) -> None:
-    value = os.urandom(2 * MiB)
-    hour_ns = 3600 * SECOND_NS
-    engine.put_now(namespace, key_of(9), os.urandom(32 * MiB))
-    torn, offering, inline, writing, reading, waiting = (lab.client(client_id=bytes([at]) * 16) for at in range(6))
-    torn.send_raw(b"KV\1")
-    offering.start(offering.offer(namespace.digest, [key_of(1)], [value], deadline_ns=hour_ns))
-    offering.expect(Grant)
-    offer = inline.offer(namespace.digest, [key_of(2)], [value[:9000]], deadline_ns=hour_ns, inline=True)
-    inline.send_raw(encode_head(offer.TYPE, inline.session.start(offer.TYPE), offer.encode(), payload_bytes=9000))
-    (writer_id,) = unpack_u32(writing.call(opening(namespace, [3], 8192, ttl_ns=hour_ns), WriterOpened).writer_ids)
-    writing.session.start(FrameType.WRITER_WRITE)
-    one = Slice(writer_id, 0, 8192, 0, False, NO_CONTENT_ID, 8192, 4096, crc_table(value[:8192], 4096))
-    writing.send_torn([one], value[:8192], 3000, frame_type=FrameType.WRITER_WRITE)
-    reading.start_get(namespace.digest, [key_of(9)], deadline_ns=hour_ns)
-    waiting.start(Wait(namespace=namespace.digest, keys=key_of(1), deadline_ns=hour_ns))
-    for step_ns in (SECOND_NS, PEER_STALL_NS - 2 * SECOND_NS):
-        lab.clock_ns += step_ns
-        for _ in range(5):
-            lab.turn()
-    assert lab.metrics.connections == 6, "they have time"
-    offering.send_slices([Slice(0, 0, MiB, 0, False, NO_CONTENT_ID, len(value), 65536, b"")], value[:MiB])
-    for step_ns in (2 * SECOND_NS, 2 * SECOND_NS, 2 * LINGER_NS):
-        lab.clock_ns += step_ns
-        for _ in range(5):
-            lab.turn()
-    assert lab.metrics.connections == 2, "one goes on, one waits as it may"
-    assert engine.held_bytes == 0
-    lab.clock_ns += 2 * PEER_STALL_NS
-    lab.turn_until(lambda: lab.metrics.connections == 1)
-    assert not engine.pending
-    assert waiting.expect(End).statuses == bytes([MissReason.ABSENT])
-
-
-def test_a_peer_that_stops_has_less_time_while_puts_of_others_wait_for_memory(
-    lab: PlaneLab, namespace: NamespaceRef
-) -> None:
-    lab.plane.calls_wait = lambda: True
-    first, second = (lab.client(client_id=bytes([at]) * 16) for at in range(2))
-
-    def offers(client: LabClient, number: int) -> None:
-        offer = client.offer(namespace.digest, [key_of(number)], [os.urandom(MiB)], deadline_ns=3600 * SECOND_NS)
-        client.start(offer)
-        client.expect(Grant)
-
-    def rests() -> None:
-        for _ in range(4):
-            lab.clock_ns += PEER_STALL_WAITED_NS // 2
-            lab.turn()
-
-    offers(first, 1)
-    rests()
-    assert lab.metrics.connections == 2, "what waits can only be its own"
-    offers(second, 2)
-    rests()
-    lab.clock_ns += 2 * LINGER_NS
-    lab.turn_until(lambda: lab.metrics.connections == 1)
-    for _ in range(5):
-        lab.turn()
-    assert lab.metrics.connections == 1, "what still waits can only be the other's own"
