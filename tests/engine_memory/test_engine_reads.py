@@ -1,4 +1,4 @@
-"""What the assembled engine reads: hits from RAM and drive, joined, shared, verified, within its bounds."""
+"""What the assembled engine reads: hits from RAM and drive, joined and shared, and nothing of others."""
 
 from __future__ import annotations
 
@@ -7,94 +7,14 @@ from dataclasses import replace
 import pytest
 
 from kvstore.device.base import IoKind
-from kvstore.device.memory import MemoryDevice
-from kvstore.engine.api import ParcelSource
-from kvstore.engine.engine import DriveEngine, EngineSettings
-from kvstore.engine.location import location_page, location_segment
-from kvstore.engine.namespaces import index_key
 from kvstore.engine.volatile import VolatilePut
 from kvstore.errors import ChecksumMismatch
-from kvstore.limits import PAGE_BYTES, QUEUE_DEPTH_DEFAULT, READ_WINDOW_BYTES, SECOND_NS, KiB, MiB
-from kvstore.testing.engine_driver import Collector, Driver
-from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice
+from kvstore.limits import PAGE_BYTES, SECOND_NS, KiB, MiB
+from kvstore.testing.engine_driver import Collector
+from kvstore.testing.faulty_device import Fault, FaultAction
 from kvstore.types.checksum import crc_table
-from kvstore.types.layout import KVLayout
-from kvstore.types.namespace import Namespace
 from kvstore.types.results import Exists, MissReason, Refused, Stored
-
-
-def manifest(name: str = "m") -> bytes:
-    layout = KVLayout.opaque(chunk_bytes=8 * MiB, chunk_tokens=16)
-    return Namespace(tenant="t", model=name, weights="w", layout=layout).manifest()
-
-
-def key(number: int, *, prefix: int | None = None) -> bytes:
-    """A record key; equal `prefix`es make keys that the index cannot tell apart."""
-    first = number if prefix is None else prefix
-    return first.to_bytes(16, "little") + number.to_bytes(16, "little")
-
-
-def payload(number: int, length: int) -> bytes:
-    return (number.to_bytes(8, "little") * (length // 8 + 1))[:length]
-
-
-class Lab:
-    """An engine on a drive in memory that fails on demand."""
-
-    def __init__(
-        self,
-        *,
-        size: int = 64 * MiB,
-        cache: int = 0,
-        staging: int = 32 * MiB,
-        segment_bytes: int = 0,
-        queue_depth: int = QUEUE_DEPTH_DEFAULT,
-    ) -> None:
-        self.drive = FaultyDevice(MemoryDevice(size_bytes=size))
-        self.settings = EngineSettings(
-            cache_bytes=cache,
-            staging_bytes=staging,
-            segment_bytes=segment_bytes,
-            queue_depth=queue_depth,
-            prefault=False,
-        )
-        self.engine = DriveEngine(self.drive, self.settings, now_ns=1)
-        self.driver = Driver(self.engine)
-        self.ref = self.driver.namespace(manifest())
-
-    def put(self, count: int, length: int, *, first: int = 1) -> list[bytes]:
-        """Put a chain of records one after the other on the drive; their keys."""
-        records = [(key(n), payload(n, length)) for n in range(first, first + count)]
-        outcomes = self.driver.put(self.ref, records, chain=True)
-        assert all(isinstance(one, Stored) for one in outcomes)
-        return [k for k, _ in records]
-
-    def get(self, keys: list[bytes], **changes: object) -> list[bytes | MissReason | None]:
-        return self.driver.get(self.ref, keys, **changes)
-
-    def start(self, keys: list[bytes], *, hold: bool = False, **changes: object) -> Collector:
-        sink = Collector(len(keys), hold=hold)
-        self.engine.read(self.driver.read_spec(self.ref, keys, **changes), sink, now_ns=self.driver.now_ns)
-        return sink
-
-    def place(self, k: bytes) -> int:
-        """Byte offset of a record on the drive."""
-        key16 = index_key(self.ref, k)
-        location = self.engine.catalog.index.get(
-            int.from_bytes(key16[:8], "little"), int.from_bytes(key16[8:], "little")
-        )
-        return self.engine.store.table.offset(location_segment(location), location_page(location))
-
-    def check_memory(self) -> None:
-        """Everything that is not cached has come back to the arena."""
-        self.driver.run_until(lambda: self.engine.idle)
-        cached = (self.engine.cache.space(self.ref.salt) or {}).values()
-        held = sum(record.piece.length for record in cached if record.piece is not None)
-        assert self.engine.cache.arena.used_bytes == held
-
-
-def numbers(first: int, count: int, length: int) -> list[bytes]:
-    return [payload(n, length) for n in range(first, first + count)]
+from tests.engine_memory.reading_lab import Lab, key, manifest, numbers, payload
 
 
 @pytest.mark.parametrize("cache", [0, 8 * MiB])
@@ -162,88 +82,6 @@ def test_followers_survive_a_cancelled_leader_and_a_failure_is_not_remembered() 
     assert [one.answers for one in sinks] == [[MissReason.IO]] * 5
     lab.drive.clear()
     assert lab.get(keys) == numbers(1, 2, 200 * KiB)
-    lab.check_memory()
-
-
-def test_a_bit_that_flips_on_the_way_is_read_again_and_counted() -> None:
-    lab = Lab()
-    keys = lab.put(4, 20_000)
-    lab.drive.inject(Fault(action=FaultAction.FLIP, kind=IoKind.READ, bit=8 * (PAGE_BYTES + 77)))
-    assert lab.get(keys) == numbers(1, 4, 20_000)
-    assert lab.engine.metrics.checksum_errors_read == 1
-    assert lab.engine.metrics.quarantined_records == 0
-    lab.check_memory()
-
-
-@pytest.mark.parametrize("ranges", [None, [[(70_000, 100)]]], ids=["whole", "range"])
-def test_a_bit_that_flipped_in_memory_is_found_when_a_client_tells_of_it(ranges: list[list[tuple[int, int]]]) -> None:
-    lab = Lab(cache=8 * MiB)
-    keys = lab.put(3, 200_000)
-    assert lab.get(keys) == numbers(1, 3, 200_000)
-    good = lab.get(keys, ranges=ranges)
-    copy = lab.engine.cache.find(lab.ref.salt, keys[1])
-    assert copy is not None
-    copy.view[70_001] ^= 16
-    metrics = lab.engine.metrics
-    reads = metrics.read_ios
-    assert lab.get(keys, ranges=ranges, verify=True) == good
-    assert metrics.read_ios > reads
-    assert (metrics.checksum_errors_reported, metrics.checksum_errors_memory) == (3, 1)
-    assert (metrics.checksum_errors_read, metrics.quarantined_records) == (0, 0), "the drive is not to blame"
-    assert lab.get(keys, ranges=ranges) == good
-    lab.check_memory()
-
-
-@pytest.mark.parametrize("at", [0, 100, 260, PAGE_BYTES, PAGE_BYTES + 19_999], ids=lambda at: f"byte {at}")
-def test_a_bit_that_flipped_at_rest_costs_its_record_and_no_other(at: int) -> None:
-    lab = Lab()
-    keys = lab.put(4, 20_000)
-    lab.drive.flip_at_rest(lab.place(keys[1]) + at, 3)
-    good = numbers(1, 4, 20_000)
-    assert lab.get(keys) == [good[0], MissReason.CORRUPT, good[2], good[3]]
-    assert lab.engine.metrics.quarantined_records == 1
-    attempts = lab.engine.metrics.read_ios
-    for _ in range(5):
-        assert lab.driver.prefix(lab.ref, keys) == 1
-        assert lab.driver.match(lab.ref, keys[1:2]).statuses == bytes([MissReason.CORRUPT])
-        assert lab.get(keys[1:2]) == [MissReason.CORRUPT]
-    assert lab.engine.metrics.read_ios == attempts, "nobody goes to the drive for it again"
-    assert "quarantined" in lab.engine.explain(lab.ref, keys[1])[0].text
-    assert isinstance(lab.driver.put(lab.ref, [(keys[1], good[1])])[0], Stored)
-    assert lab.get(keys) == good
-    lab.check_memory()
-
-
-def test_an_error_that_passes_keeps_the_record_and_one_that_stays_ends_it() -> None:
-    lab = Lab()
-    keys = lab.put(4, 20_000)
-    good = numbers(1, 4, 20_000)
-    bad = Fault(
-        action=FaultAction.ERROR, kind=IoKind.READ, start=lab.place(keys[2]), end=lab.place(keys[2]) + 1, times=2
-    )
-    lab.drive.inject(bad)
-    assert lab.get(keys) == [good[0], good[1], MissReason.IO, good[3]], "joined first, then each alone"
-    assert lab.get(keys) == good
-    bad.times = None
-    assert lab.get(keys)[2] == MissReason.IO
-    assert lab.driver.match(lab.ref, keys[2:3]).statuses == b"\0"
-    assert lab.get(keys)[2] == MissReason.IO
-    assert lab.driver.match(lab.ref, keys[2:3]).statuses == bytes([MissReason.CORRUPT])
-    assert lab.engine.metrics.quarantined_records == 1
-    lab.check_memory()
-
-
-def test_a_truncated_drive_is_a_miss_at_the_first_get_and_absent_for_the_next_lookup() -> None:
-    lab = Lab()
-    keys = lab.put(1, 50_000)
-    lab.drive.inject(Fault(action=FaultAction.SHORT, kind=IoKind.READ, keep_bytes=PAGE_BYTES, times=None))
-    hits = attempts = 0
-    for _ in range(5):
-        if lab.driver.prefix(lab.ref, keys):
-            hits += 1
-            assert lab.get(keys) == [MissReason.CORRUPT]
-            attempts += 1
-    assert (hits, attempts) == (1, 1)
     lab.check_memory()
 
 
@@ -316,16 +154,6 @@ def test_a_range_of_a_long_record_costs_one_read_once_its_header_is_known() -> N
     lab.check_memory()
 
 
-def test_a_flipped_bit_in_a_range_is_a_miss_and_outside_of_it_is_not() -> None:
-    lab = Lab()
-    keys = lab.put(1, 900_000)
-    lab.drive.flip_at_rest(lab.place(keys[0]) + PAGE_BYTES + 500_000, 0)
-    assert lab.get(keys, ranges=[[(0, 100)]]) == [payload(1, 900_000)[:4096]]
-    assert lab.get(keys, ranges=[[(0, 100), (500_000, 1)]]) == [MissReason.CORRUPT]
-    assert lab.driver.match(lab.ref, keys).statuses == bytes([MissReason.CORRUPT])
-    lab.check_memory()
-
-
 @pytest.mark.parametrize("length", [6 * MiB, 17 * MiB])
 def test_a_record_longer_than_memory_would_like_is_read_piece_by_piece(length: int) -> None:
     lab = Lab(size=160 * MiB, staging=40 * MiB, segment_bytes=32 * MiB)
@@ -349,138 +177,6 @@ def test_a_reader_who_pinned_a_copy_gets_no_other() -> None:
     assert lab.get(keys, content_ids=b"".join(ids)) == [MissReason.ABSENT, payload(2, 5000)]
     lab.engine.cache.clear()
     assert lab.get(keys, content_ids=b"".join(ids), ranges=[[(0, 5000)]])[0] == MissReason.ABSENT
-
-
-def test_after_its_deadline_a_reader_hears_nothing_more() -> None:
-    lab = Lab()
-    keys = lab.put(3, 300_000)
-    lab.drive.hold()
-    sink = lab.start(keys, deadline_ns=lab.driver.now_ns + SECOND_NS)
-    timer_ns = lab.engine.next_timer_ns()
-    assert timer_ns is not None
-    assert timer_ns <= lab.driver.now_ns + SECOND_NS
-    lab.driver.advance(2 * SECOND_NS)
-    assert sink.done
-    assert sink.answers == [MissReason.DEADLINE] * 3
-    lab.drive.release()
-    lab.check_memory()
-    late = lab.start(keys, deadline_ns=lab.driver.now_ns)
-    assert late.answers == [MissReason.DEADLINE] * 3
-    assert lab.get(keys) == numbers(1, 3, 300_000)
-
-
-@pytest.mark.parametrize("cache", [0, 64 * MiB])
-def test_a_request_stages_no_more_than_its_window(cache: int) -> None:
-    lab = Lab(size=128 * MiB, cache=cache, staging=64 * MiB)
-    keys = lab.put(50, 900_000)
-    sink = lab.start(keys, hold=True)
-    lab.driver.run_until(lambda: sink.held_bytes > READ_WINDOW_BYTES // 2)
-    for _ in range(50):
-        lab.driver.advance(1000)
-    staged = sink.held_bytes
-    assert staged <= READ_WINDOW_BYTES + MiB
-    assert not sink.done
-    other = lab.start(keys[:4])
-    lab.driver.run_until(lambda: other.done)
-    sink.let_go()
-    lab.driver.run_until(lambda: sink.done)
-    assert sink.answers == numbers(1, 50, 900_000)
-    lab.check_memory()
-
-
-class Patient(Collector):
-    """Leaves parcels where they are until it is told to take them."""
-
-    source: ParcelSource | None = None
-
-    def landed(self, source: ParcelSource) -> None:
-        self.source = source
-
-    def take_all(self) -> None:
-        assert self.source is not None
-        super().landed(self.source)
-
-
-def test_what_has_landed_is_right_though_its_segment_is_another_by_now() -> None:
-    lab = Lab(size=64 * MiB, segment_bytes=4 * MiB)
-    keys = lab.put(4, 900_000)
-    segment = (lab.place(keys[0]) - lab.engine.store.table.offset(0)) // lab.engine.store.table.segment_bytes
-    generation = int(lab.engine.store.table.generation[segment])
-    sink = Patient(4)
-    lab.engine.read(lab.driver.read_spec(lab.ref, keys), sink, now_ns=lab.driver.now_ns)
-    lab.driver.run_until(lambda: lab.engine.idle and sink.source is not None)
-    assert sink.answers == [None] * 4
-    lab.driver.delete(lab.ref, keys)
-    for first in range(100, 300, 20):
-        lab.put(20, 900_000, first=first)
-    assert lab.engine.store.table.generation[segment] != generation, "a landed parcel does not keep its segment"
-    sink.take_all()
-    assert sink.done
-    assert sink.answers == numbers(1, 4, 900_000)
-    lab.check_memory()
-
-
-def test_what_landed_and_is_not_taken_by_the_deadline_is_given_back() -> None:
-    lab = Lab()
-    keys = lab.put(4, 300_000)
-    sink = Patient(4)
-    lab.engine.read(lab.driver.read_spec(lab.ref, keys), sink, now_ns=lab.driver.now_ns)
-    lab.driver.run_until(lambda: lab.engine.idle and sink.source is not None)
-    lab.driver.advance(lab.driver.timeout_ns + SECOND_NS)
-    assert sink.done
-    assert sink.answers == [MissReason.DEADLINE] * 4
-    sink.take_all()
-    lab.check_memory()
-
-
-def test_a_small_request_does_not_wait_behind_a_large_one() -> None:
-    lab = Lab(size=128 * MiB, staging=64 * MiB)
-    keys = lab.put(60, 900_000)
-    lab.drive.hold()
-    large = lab.start(keys[:59])
-    small = lab.start(keys[59:])
-    while not small.done:
-        lab.drive.release(1)
-        lab.driver.advance(1000)
-    assert large.answers.count(None) > 35
-    lab.drive.release()
-    lab.driver.run_until(lambda: large.done)
-    lab.check_memory()
-
-
-def test_memory_that_is_used_up_makes_readers_wait_and_not_fail() -> None:
-    lab = Lab(staging=2 * MiB)
-    keys = lab.put(20, 400_000)
-    sinks = [lab.start(keys[number : number + 5], hold=True) for number in range(15)]
-    for _ in range(20):
-        lab.driver.advance(1000)
-    assert not all(one.done for one in sinks)
-    while not all(one.done for one in sinks):
-        for one in sinks:
-            held, one.held = one.held, []
-            for item in held:
-                item.release()
-        lab.driver.advance(1000)
-    for number, one in enumerate(sinks):
-        one.let_go()
-        assert one.answers == numbers(number + 1, 5, 400_000)
-    lab.check_memory()
-
-
-def test_a_thousand_cancelled_reads_leave_nothing_behind() -> None:
-    lab = Lab(cache=MiB, staging=4 * MiB)
-    keys = lab.put(10, 60_000)
-    lab.engine.cache.clear()
-    for number in range(1000):
-        sink = Collector(10)
-        handle = lab.engine.read(lab.driver.read_spec(lab.ref, keys), sink, now_ns=lab.driver.now_ns)
-        if number % 3 == 0:
-            lab.engine.poll(lab.driver.now_ns)
-        if not sink.done:
-            handle.cancel()
-            sink.cancelled = True
-    lab.check_memory()
-    assert lab.get(keys) == numbers(1, 10, 60_000)
 
 
 def test_a_key_given_twice_is_read_once_and_answered_twice() -> None:
@@ -641,18 +337,3 @@ def test_two_tenants_with_one_key_see_only_their_own() -> None:
     lab.driver.put(other, [(key(1), payload(2, 9000))])
     assert lab.get([key(1)]) == [payload(1, 9000)]
     assert lab.driver.get(other, [key(1)]) == [payload(2, 9000)]
-
-
-def test_reads_wait_for_a_full_queue_and_leave_nothing_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A queue that refused one half-way would leave its segment held for ever."""
-    lab = Lab(queue_depth=1)
-    keys = lab.put(24, 8 * KiB)
-    monkeypatch.setattr("kvstore.device.queue.QUEUED_OPS_MAX", 4)
-    monkeypatch.setattr("kvstore.engine.loads.QUEUED_OPS_MAX", 4)
-    monkeypatch.setattr("kvstore.engine.loads.READ_TURN_OPS_MAX", 2)
-    sinks = [lab.start([one]) for one in keys]
-    lab.driver.run_until(lambda: all(sink.done for sink in sinks))
-    assert [sink.answers for sink in sinks] == [[payload(n, 8 * KiB)] for n in range(1, 25)]
-    lab.check_memory()
-    table = lab.engine.store.table
-    assert not any(table.is_held(segment) for segment in range(table.count))
