@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import FormatUnsupported, InvalidRequest, Retryable
 from kvstore.limits import DIGEST_BYTES
+from kvstore.types.hex_text import bytes_of_hex
 
 if TYPE_CHECKING:
     from kvstore.server.grpc_edge.client import ControlClient
@@ -26,11 +27,8 @@ def parsed(parse: Callable[[str], int], text: str, option: str) -> int:
 
 def digest_of(text: str, what: str) -> bytes:
     """A whole digest, from hex."""
-    try:
-        digest = bytes.fromhex(text)
-    except ValueError:
-        digest = b""
-    if len(digest) != DIGEST_BYTES:
+    digest = bytes_of_hex(text, DIGEST_BYTES)
+    if digest is None:
         raise InvalidRequest(f"{what} is {text[:80]!r}; give the {2 * DIGEST_BYTES} hex characters of a digest")
     return digest
 

@@ -12,6 +12,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.limits import NAME_BYTES_MAX, TENANTS_FILE_BYTES_MAX
 from kvstore.server.tenants import TOKEN_HASH_BYTES, Scope, Tenant, TenantBook, Token, hash_of
 from kvstore.settings import parse_size
+from kvstore.types.hex_text import bytes_of_hex
 from kvstore.types.secret import read_token
 
 _TENANT_FIELDS: Final = ("name", "quota", "weight", "tokens")
@@ -72,11 +73,8 @@ def _token(row: object, where: str, folder: Path) -> Token:
 
 
 def _hash(value: object, where: str) -> bytes:
-    try:
-        found = bytes.fromhex(_text(value, f"sha256 of {where}"))
-    except ValueError:
-        found = b""
-    if len(found) != TOKEN_HASH_BYTES:
+    found = bytes_of_hex(_text(value, f"sha256 of {where}"), TOKEN_HASH_BYTES)
+    if found is None:
         raise InvalidRequest(f"sha256 of {where} is no SHA-256 in hex; `kvstore tenants hash FILE` prints it")
     return found
 
