@@ -16,6 +16,7 @@ from kvstore.doctor.system import System
 from kvstore.limits import MS_NS
 
 _EPHEMERAL: Final = "/proc/sys/net/ipv4/ip_local_port_range"
+_RESERVED: Final = "/proc/sys/net/ipv4/ip_local_reserved_ports"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class PortFacts:
         host, port: where the node will listen; port 0 is any free one.
         failure: errno of trying to listen; 0 when it can.
         holder: who listens there when it is in use; None when it cannot be told.
+        is_reserved: it is kept out of that range (sysctl ip_local_reserved_ports).
         is_another: the holder is a node, of other data dirs than the settings name.
         ephemeral: range of ports that outgoing connections may take.
     """
@@ -37,6 +39,7 @@ class PortFacts:
     failure: int
     holder: Holder | None
     ephemeral: tuple[int, int]
+    is_reserved: bool = False
     is_another: bool = False
 
 
@@ -63,6 +66,7 @@ def read_ports(
     """Try to listen on each port of each host, as the node will; `data_dirs` tell it from other nodes."""
     own = {os.path.realpath(path) for path in data_dirs}
     low, high = (whole_number(word) or 0 for word in [*(system.text(_EPHEMERAL) or "").split(), "0", "0"][:2])
+    reserved = _ranges(system.text(_RESERVED) or "")
     facts: list[PortFacts] = []
     for setting, port in ports:
         for host in dict.fromkeys(hosts):
@@ -76,10 +80,18 @@ def read_ports(
                     failure=failure,
                     holder=holder,
                     ephemeral=(low, high),
+                    is_reserved=any(first <= port <= last for first, last in reserved),
                     is_another=bool(own and holder and holder.data_dirs and not own & set(holder.data_dirs)),
                 )
             )
     return facts
+
+
+def _ranges(text: str) -> list[tuple[int, int]]:
+    """First and last port of each range of a list such as "8080,9148-9150" (kernel, ip-sysctl.rst)."""
+    ends = [entry.partition("-") for entry in text.split(",")]
+    numbers = [(whole_number(first), whole_number(last or first)) for first, _, last in ends]
+    return [(first, last) for first, last in numbers if first is not None and last is not None]
 
 
 def read_advertised(*, hosts: Sequence[str], advertise: str, port: int) -> list[AdvertisedFacts]:
@@ -106,7 +118,7 @@ def check_port(facts: PortFacts) -> Finding:
     needed = "free, or held by this node"
     if not facts.failure:
         low, high = facts.ephemeral
-        taken_by_chance = facts.port and low <= facts.port <= high
+        taken_by_chance = facts.port and not facts.is_reserved and low <= facts.port <= high
         return Finding(
             check="port",
             subject=where,
@@ -117,8 +129,9 @@ def check_port(facts: PortFacts) -> Finding:
             if taken_by_chance
             else "",
             fix=Fix(
-                shell=f"pass a {flag} below {low}, or: sysctl -w net.ipv4.ip_local_reserved_ports={facts.port}",
-                systemd=f"Environment=KVSTORE_{facts.setting.upper()}= one below {low}",
+                shell=f"pass a {flag} below {low}, or: sysctl -w "
+                f'net.ipv4.ip_local_reserved_ports="{facts.port},$(cat {_RESERVED})"',
+                systemd=f"Environment=KVSTORE_{facts.setting.upper()}=PORT with one below {low}",
                 kubernetes=f"a port below {low}, or safe sysctl net.ipv4.ip_local_reserved_ports in the pod",
             )
             if taken_by_chance

@@ -85,7 +85,19 @@ def test_a_port_that_outgoing_connections_may_take() -> None:
     finding = check_port(replace(FREE, port=40000))
     assert finding.status is Status.WARNING
     assert "outside of 32768-60999" in finding.needed
+    assert finding.fix
+    assert 'ip_local_reserved_ports="40000,$(cat /proc/sys/net/ipv4/ip_local_reserved_ports)"' in finding.fix.shell
+    assert check_port(replace(FREE, port=40000, is_reserved=True)).status is Status.OK
     assert check_port(replace(FREE, port=0)).found == "any free one"
+
+
+@pytest.mark.parametrize(
+    ("reserved", "expected"), [("", False), ("0", True), ("1-5", False), ("7,0-3", True), ("x,-,7-", False)]
+)
+def test_ports_that_are_reserved(fake: FakeSystem, reserved: str, expected: bool) -> None:
+    fake.put({"/proc/sys/net/ipv4/ip_local_reserved_ports": reserved})
+    (facts,) = read_ports(fake, hosts=("127.0.0.1",), ports=(("grpc_port", 0),))
+    assert facts.is_reserved is expected
 
 
 @pytest.mark.parametrize(
