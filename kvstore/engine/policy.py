@@ -257,10 +257,13 @@ class EvictionRest:
 
     A drive that has turned read-only would lose all that it can still serve in no time. One segment that cannot be
     erased says nothing of the others; after a second one in a row the next waits, and longer each time.
+
+    Attributes:
+        log_failed: what stopped the log, until it has been written to again; None for a lack of space.
     """
 
     def __init__(self) -> None:
-        self._log_failed: OSError | None = None
+        self.log_failed: OSError | None = None
         self._unerased = 0
         self._until_ns = 0
 
@@ -273,11 +276,11 @@ class EvictionRest:
             unerased: victims in a row that the drive would not erase.
         """
         if log_failed is not None and log_failed.errno not in NO_SPACE_ERRORS:
-            self._log_failed = log_failed
+            self.log_failed = log_failed
         elif is_log_idle or log_failed is not None:
-            self._log_failed = None
-        if self._log_failed is not None:
-            return f"the drive's log fails ({self._log_failed}); replace the drive"
+            self.log_failed = None
+        if self.log_failed is not None:
+            return f"the drive's log fails ({self.log_failed}); replace the drive"
         if unerased != self._unerased:
             self._unerased = unerased
             rests = unerased - 2

@@ -397,6 +397,11 @@ class Store:
     def _seal(self, target: OpenSegment) -> None:
         start(self._sealer.seal(target))
 
+    @property
+    def write_fault(self) -> OSError | None:
+        """What keeps the log from being written, until it has been again; None while the drive takes writes."""
+        return self.log.failed or self._rest.log_failed
+
     def _make_room(self, now_ns: int) -> None:
         """Evict a segment if room, space or the log asks for it, or what a tenant has above its quota."""
         if self.reclaimer.running or self.trimmer.running:

@@ -81,23 +81,30 @@ class Drive:
             "when this process ends; hand it on with `kvstore drain`, or copy it away, then start the node again"
         )
 
+    def state(self) -> tuple[str, str]:
+        """A word for how it is, as `DriveState` has them, and the details for people."""
+        engine = self.engine
+        if not engine.takes_puts:
+            fault = engine.store.write_fault
+            reason = engine.health_reason if fault is None else str(fault)
+            if os.strerror(errno.EROFS) in reason:
+                return "read-only", f"{reason}; what it holds is served; mount it for writing"
+            return "failed", f"{reason}; replace it; what cannot be read is a miss meanwhile"
+        if loss := self.loss:
+            return "suspect", loss
+        if engine.health is DriveHealth.SUSPECT:
+            return "suspect", f"{engine.health_reason}; it may be dying"
+        if engine.store.allocator.is_short_of_space:
+            capacity_bytes = engine.store.superblock.capacity_bytes
+            return "serving", (
+                f"its file system is full: free space on it, or lower its capacity of {capacity_bytes // MiB} MiB"
+            )
+        return "serving", ""
+
     def describe(self) -> dict[str, Plain]:
         """How it is, for people."""
-        engine = self.engine
-        health, metrics, mode = engine.health, engine.metrics, engine.device.mode
-        state, detail = "serving", ""
-        if health is DriveHealth.FAILED or not engine.takes_puts:
-            read_only = os.strerror(errno.EROFS) in engine.health_reason
-            state = "read-only" if read_only else "failed"
-            fix = "mount it for writing" if read_only else "replace it; its chunks are misses meanwhile"
-            detail = f"{engine.health_reason or engine.store.log.failed}; {fix}"
-        elif loss := self.loss:
-            state, detail = "suspect", loss
-        elif health is DriveHealth.SUSPECT:
-            state, detail = "suspect", f"{engine.health_reason}; it may be dying"
-        elif engine.store.allocator.is_short_of_space:
-            capacity_bytes = engine.store.superblock.capacity_bytes
-            detail = f"its file system is full: free space on it, or lower its capacity of {capacity_bytes // MiB} MiB"
+        metrics, mode = self.engine.metrics, self.engine.device.mode
+        state, detail = self.state()
         return {
             "path": self.path,
             "id": self.id,

@@ -134,6 +134,7 @@ class WorkerVerbs:
         self._started = started
         self._worker: WorkerControl | None = None
         self._lost: set[str] = set()
+        self._failing: set[str] = set()  # drives whose state was told of
         self._verbs: dict[str, Callable[[Arguments], Plain]] = {
             "ready": self._ready,
             "stats": self._stats,
@@ -193,7 +194,7 @@ class WorkerVerbs:
         started = self._started
         for drive in started.drives:
             drive.engine.update_gauges(self._control.now_ns)
-            if drive.loss:
+            if drive.loss or not drive.engine.takes_puts:
                 drive.engine.device_metrics.healthy = 0
         measure(started.process)
         # a snapshot is plain data: maps of numbers, text and lists
@@ -220,8 +221,20 @@ class WorkerVerbs:
                 self._lost.add(drive.path)
                 log.error("drive %s: %s", drive.path, loss)
 
+    def _tell_of_failures(self) -> None:
+        """Each drive that takes no puts any more is told of once, and when all is well with it again."""
+        for drive in self._started.drives:
+            state, detail = drive.state()
+            if not drive.engine.takes_puts and drive.path not in self._failing:
+                self._failing.add(drive.path)
+                log.error("drive %s takes no puts, it is %s: %s", drive.path, state, detail)
+            elif state == "serving" and drive.path in self._failing:
+                self._failing.discard(drive.path)
+                log.warning("drive %s takes puts again", drive.path)
+
     def _pulse(self, _: Arguments) -> Plain:
         self._tell_of_losses()
+        self._tell_of_failures()
         counts = self._control.moved()
         return {
             "sent_bytes": counts.sent_bytes,

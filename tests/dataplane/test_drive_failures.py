@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.engine.engine import DriveEngine, EngineSettings
+from kvstore.engine.job import Steps
 from kvstore.engine.told import raise_generation
-from kvstore.limits import DEVICE_FAILED_AFTER_ERRORS, MiB
+from kvstore.limits import DEVICE_FAILED_AFTER_ERRORS, SECOND_NS, MiB
 from kvstore.server.drive_set import DriveSet
 from kvstore.server.drives import Drive
 from kvstore.server.worker_verbs import Started, WorkerVerbs
@@ -82,6 +83,50 @@ def test_a_drive_says_what_is_wrong_with_it(drives: list[Drive], number: int, st
     assert said["state"] == state
     assert fix in str(said["detail"])
     assert os.strerror(number) in str(said["detail"])
+
+
+def test_a_drive_that_was_mounted_read_only_says_so_until_it_takes_writes_again(
+    drives: list[Drive], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its reads succeed, so that its health says nothing of it."""
+    drive, verbs = drives[0], WorkerVerbs(Started(drives=drives[:1]))
+    engine, store, now_ns = drive.engine, drive.engine.store, time.monotonic_ns()
+
+    def poll(until: Callable[[], bool]) -> None:
+        nonlocal now_ns
+        for _ in range(10_000):
+            now_ns += SECOND_NS // 100
+            engine.poll(now_ns)
+            verbs._tell_of_failures()
+            if until():
+                return
+        raise AssertionError(drive.describe())
+
+    failing = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    write = store.log._put
+
+    def refused(used: list[int]) -> Steps[OSError | None]:
+        yield from ()
+        return failing
+
+    store.log._put = refused  # type: ignore[method-assign]
+    engine.add_namespace(NAMESPACE.manifest())
+    poll(lambda: store.log.failed is not None)
+    for _ in range(3):  # each time that the log is tried again
+        poll(lambda: store.log.failed is None)
+        assert drive.describe()["state"] == "read-only"
+        assert not engine.takes_puts
+        poll(lambda: store.log.failed is not None)
+    said = str(drive.describe()["detail"])
+    assert "mount it for writing" in said
+    assert os.strerror(errno.EROFS) in said
+    told = [one.getMessage() for one in caplog.records if "takes no puts" in one.getMessage()]
+    assert len(told) == 1, "it is told of once"
+    assert drive.path in told[0]
+    store.log._put = write  # type: ignore[method-assign]
+    poll(lambda: drive.describe()["state"] == "serving")
+    assert engine.takes_puts
+    assert any("takes puts again" in one.getMessage() for one in caplog.records)
 
 
 # --- drops that a drive has missed ------------------------------------------------------------------------------------
