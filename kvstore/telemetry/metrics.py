@@ -236,7 +236,8 @@ class DeviceMetrics:
     direct_io: int = gauge("kvstore_device_direct_io", "1 when the page cache is bypassed", merge=Merge.MIN)
     healthy: int = gauge(
         "kvstore_device_healthy",
-        "0 when the drive failed too often to be trusted, or its file was removed",
+        "0 when the drive takes no puts: it failed too often to be trusted, its log cannot be written, or its file was "
+        "removed",
         merge=Merge.MIN,
     )
     queue_depth: int = gauge("kvstore_device_queue_depth", "Operations the drive may have in flight")
