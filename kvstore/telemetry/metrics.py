@@ -279,11 +279,11 @@ class DataplaneMetrics:
     rejected: int = counter("kvstore_connections_rejected", "Client connections refused over the bound")
     calls: list[int] = counter_by("kvstore_calls", "Calls by verb", label="verb", values=_VERBS)
     calls_active: int = gauge("kvstore_calls_active", "Calls in progress")
-    lookup_keys: int = counter("kvstore_lookup_keys", "Keys asked by lookups (match with count_lookup)")
+    lookup_keys: int = counter("kvstore_lookup_keys", "Keys asked by lookups that count")
     lookup_hits: int = counter("kvstore_lookup_hits", "Keys of those lookups that were there")
     lookups: int = counter("kvstore_lookups", "Lookups")
-    loaded_records: int = counter("kvstore_load_records", "Records of gets that were sent whole", result="loaded")
-    failed_records: int = counter("kvstore_load_records", "Records of gets that were sent whole", result="failed")
+    loaded_records: int = counter("kvstore_load_records", "Records of gets, sent whole or not", result="loaded")
+    failed_records: int = counter("kvstore_load_records", "Records of gets, sent whole or not", result="failed")
     misses: list[int] = counter_by(
         "kvstore_load_misses", "Records of gets that were not sent", label="reason", values=_MISSES
     )
