@@ -178,6 +178,7 @@ CACHE_BYTES_DEFAULT: Final = 1 * GiB
 WARMING_STEP_BYTES: Final = 8 * MiB  # touched in one call: 90 ms where a host must find it, which a shutdown waits for
 WARMING_NICENESS: Final = 10
 READ_WINDOW_BYTES: Final = 16 * MiB
+READ_PART_RANGES: Final = 2_048  # of one GET that are planned at one time: 40 ms if all are of one record
 READ_TURN_OPS_MAX: Final = 1_024  # device operations that one turn of a request may begin: a parcel of single pages
 READS_IN_FLIGHT_MAX: Final = 128  # device operations; more would only wait in the dispatch queue and hold memory
 SUSPECT_RECORDS_MAX: Final = 4_096  # records that the drive failed to read once

@@ -13,11 +13,13 @@ from kvstore.limits import (
     DIGEST_BYTES,
     FRAME_AIM_BYTES,
     FRAME_PAYLOAD_BYTES_MAX,
+    READ_PART_RANGES,
     SLICE_BYTES_MAX,
     SLICES_PER_FRAME_MAX,
 )
 from kvstore.server.call import Call, end_absent, end_read
 from kvstore.server.piece_call import OPEN, PieceCall
+from kvstore.server.read_parts import has_parts, parts_of
 from kvstore.telemetry.metrics import DataplaneMetrics, Verb
 from kvstore.types.results import MissReason
 from kvstore.wire.expected import plain_get
@@ -208,6 +210,58 @@ class ReadCall(PieceCall):
         super()._end()
 
 
+class PartedReadCall(ReadCall):
+    """One GET of so much that it is read part by part: the next one begins, in a turn of its own, when the last has
+    gone out."""
+
+    __slots__ = ("_engine", "_next", "_part_ended", "_parts")
+
+    def start(self, engine: Engine, spec: ReadSpec, now_ns: int) -> bool:
+        """See `PieceCall.start`."""
+        self._is_whole = spec.ranges is None and spec.content_ids is None and self.connection.ends_with_data
+        self._engine = engine
+        self._parts = parts_of(spec)
+        self._next = next(self._parts, None)
+        self._start_part(now_ns)
+        return False
+
+    def _start_part(self, now_ns: int) -> None:
+        assert self._next is not None, "no part is left"
+        first, spec = self._next
+        self._next = next(self._parts, None)
+        self._part_ended = False
+        self._starting = True
+        handle = self._engine.read(spec, Behind(self, first), now_ns=now_ns)
+        self._starting = False
+        if not self._part_ended:
+            self._hold(handle)
+        self.connection.wake_engine()
+        self.connection.request_send()
+
+    def finished(self) -> None:
+        """Nothing more comes of this part, or at all."""
+        self._part_ended = True
+        if self._next is None:
+            super().finished()
+            return
+        self._handle = None
+        if not self._starting:
+            self.connection.request_send()
+
+    def has_output(self) -> bool:
+        return super().has_output() or (self._part_ended and self._next is not None)
+
+    def pump(self) -> None:
+        if self._part_ended and self._next is not None and not self._pieces and not self._parcels:
+            self._start_part(self.connection.now_ns)
+        else:
+            super().pump()
+
+    def release(self) -> None:
+        self._next = None
+        super().release()
+
+
 class Behind:
     """Sink of the items behind the first ones of a batch: their indices become those of the batch."""
 
@@ -351,10 +405,9 @@ def start_get(connection: Connection, body: bytes | bytearray, engine: Engine, *
     count = len(keys) // DIGEST_BYTES
     namespace = engine.namespace(digest)
     deadline_ns = now_ns + left_ns
-    call = ReadCall(connection, count, metrics, now_ns=now_ns, deadline_ns=deadline_ns)
-    connection.call = call
     if namespace is None:
-        end_absent(call, count)
+        connection.call = absent = ReadCall(connection, count, metrics, now_ns=now_ns, deadline_ns=deadline_ns)
+        end_absent(absent, count)
         return False
     if get is None:
         spec = ReadSpec(
@@ -376,6 +429,9 @@ def start_get(connection: Connection, body: bytes | bytearray, engine: Engine, *
             verify=get.verify,
             reader_checks=connection.reader_checks,
         )
+    kind = PartedReadCall if (ranges is not None or count > READ_PART_RANGES) and has_parts(spec) else ReadCall
+    call = kind(connection, count, metrics, now_ns=now_ns, deadline_ns=deadline_ns)
+    connection.call = call
     return not call.start(engine, spec, now_ns)
 
 
