@@ -29,7 +29,7 @@ from kvstore.server.accepted import node_channel
 from kvstore.server.call import Call
 from kvstore.server.clients import Client
 from kvstore.server.headway import Headway, Patience
-from kvstore.server.lane import ReadLane
+from kvstore.server.lane import AnswerLane
 from kvstore.server.loop import BROKEN, READABLE, WRITABLE, Loop
 from kvstore.server.rdma import RdmaService
 from kvstore.server.tenants import Grant, Scope
@@ -167,7 +167,7 @@ class Connection:
         self.in_turn = False
         self.is_closed = False
         self._lingering = False
-        self._lane: ReadLane | None = None  # from HELLO on, until the last words
+        self._lane: AnswerLane | None = None  # from HELLO on, until the last words
         self._headway = Headway()
         self.is_blocked = False
         self._waits_writable = False
@@ -521,7 +521,7 @@ class Connection:
             self.channel.reader.use_budget(self._memory)
         self.channel.reader.allow_bodies(FRAME_BODY_BYTES_MAX)
         if self.ends_with_data:
-            self._lane = ReadLane(self, self._plane)
+            self._lane = AnswerLane(self, self._plane)
 
     @property
     def uses_rdma(self) -> bool:

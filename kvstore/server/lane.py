@@ -26,7 +26,7 @@ _KINDS: Final = {kind.frame_bytes: kind for kind in (*PLAIN_GETS, *PLAIN_GETS_IN
 _NOTHING: Final = memoryview(b"")
 
 
-class ReadLane:
+class AnswerLane:
     """Receives for a connection on which final DATA was agreed on."""
 
     __slots__ = (
