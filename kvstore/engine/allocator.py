@@ -61,6 +61,8 @@ class Allocator:
         move_pages: room of the open segment that only records moved out of a victim may take.
         moving: a victim's records are on their way into that room.
         spare_pages: how much that is while no segment is free.
+        failed: why the drive gave no space last time, when that was no lack of it, as on a file system that has turned
+            read-only. None while it gives some.
     """
 
     def __init__(self, device: Device, table: SegmentTable, *, log_half_bytes: int, next_generation: int) -> None:
@@ -80,6 +82,7 @@ class Allocator:
         self._retry_ns = 0
         self._retry_wait_ns = SPACE_RETRY_NS_MIN
         self.space_errors = 0
+        self.failed: OSError | None = None
 
     # --- room -------------------------------------------------------------------------------------------------------
     def place(self, pages: int, *, count: int = 1, moving: bool = False) -> Place | None:
@@ -193,18 +196,20 @@ class Allocator:
     def _allocate(self, segment: int) -> bool:
         if self._reserve(segment):
             return True
-        self.space_lost()
+        if self.failed is None:
+            self.space_lost()
         return False
 
     def _reserve(self, segment: int) -> bool:
-        """Take space for a segment. Raises OSError for anything but a lack of space."""
+        """Take space for a segment; False where there is none, or the drive `failed`."""
         try:
             self._device.allocate(self.table.offset(segment), self.table.segment_bytes)
         except OSError as error:
-            if error.errno not in NO_SPACE_ERRORS:
-                raise
-            self._give_back(segment)  # fallocate may have reserved part of it
+            self.failed = None if error.errno in NO_SPACE_ERRORS else error
+            if self.failed is None:
+                self._give_back(segment)  # fallocate may have reserved part of it
             return False
+        self.failed = None
         self.table.set_state(segment, SegmentState.FREE)
         return True
 
@@ -236,7 +241,15 @@ class Allocator:
         return max(0, self.allocated_segments() - self.segments_max)
 
     def retry_space(self, now_ns: int) -> None:
-        """Use one more segment again every so often, in case the file system has room; failing makes it rarer."""
+        """Use one more segment again every so often, in case the file system has room; failing makes it rarer.
+
+        After a failure of the drive the first that may have space is tried each time.
+        """
+        if self.failed is not None:
+            self.failed = None
+            if self.allocated_segments() < self.segments_max:
+                self._free_segment()
+            return
         if self.segments_max >= self.table.count:
             self._retry_ns = 0
             return

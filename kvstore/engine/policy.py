@@ -259,28 +259,28 @@ class EvictionRest:
     erased says nothing of the others; after a second one in a row the next waits, and longer each time.
 
     Attributes:
-        log_failed: what stopped the log, until it has been written to again; None for a lack of space.
+        failed: what the drive failed with, until its log has been written to again; None for a lack of space.
     """
 
     def __init__(self) -> None:
-        self.log_failed: OSError | None = None
+        self.failed: OSError | None = None
         self._unerased = 0
         self._until_ns = 0
 
-    def why(self, log_failed: OSError | None, *, is_log_idle: bool, unerased: int, now_ns: int) -> str:
+    def why(self, failed: OSError | None, *, is_log_idle: bool, unerased: int, now_ns: int) -> str:
         """Why nothing may be evicted now, for people; "" when it may.
 
         Args:
-            log_failed: what stopped the log. A lack of space is answered by evicting.
+            failed: what stopped the log, or kept a segment from being made. A lack of space is answered by evicting.
             is_log_idle: what was to be written to it is: one that is tried again after a failure works.
             unerased: victims in a row that the drive would not erase.
         """
-        if log_failed is not None and log_failed.errno not in NO_SPACE_ERRORS:
-            self.log_failed = log_failed
-        elif is_log_idle or log_failed is not None:
-            self.log_failed = None
-        if self.log_failed is not None:
-            return f"the drive's log fails ({self.log_failed}); replace the drive"
+        if failed is not None and failed.errno not in NO_SPACE_ERRORS:
+            self.failed = failed
+        elif is_log_idle or failed is not None:
+            self.failed = None
+        if self.failed is not None:
+            return f"the drive takes no writes ({self.failed}); replace the drive"
         if unerased != self._unerased:
             self._unerased = unerased
             rests = unerased - 2

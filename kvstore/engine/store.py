@@ -351,7 +351,7 @@ class Store:
     def next_timer_ns(self) -> int | None:
         """When `poll` has something to do even if no operation completes."""
         sweeps = self.writer.pending or self.allocator.next_retry_ns() is not None or self.log.failed is not None
-        sweeps = sweeps or self.table.in_state_count[SegmentState.BAD] > 0
+        sweeps = sweeps or self.table.in_state_count[SegmentState.BAD] > 0 or self.allocator.failed is not None
         times = [self._next_sweep_ns] if sweeps else []
         for due_ns in (self.writer.next_timer_ns(), self.scrubber.next_timer_ns()):
             if due_ns is not None:
@@ -399,15 +399,18 @@ class Store:
 
     @property
     def write_fault(self) -> OSError | None:
-        """What keeps the log from being written, until it has been again; None while the drive takes writes."""
-        return self.log.failed or self._rest.log_failed
+        """What keeps the log from being written, or segments from being made; None while the drive takes writes."""
+        return self.log.failed or self.allocator.failed or self._rest.failed
 
     def _make_room(self, now_ns: int) -> None:
         """Evict a segment if room, space or the log asks for it, or what a tenant has above its quota."""
         if self.reclaimer.running or self.trimmer.running:
             return
         why_not = self._rest.why(
-            self.log.failed, is_log_idle=self.log.idle, unerased=self.reclaimer.unerased, now_ns=now_ns
+            self.log.failed or self.allocator.failed,
+            is_log_idle=self.log.idle,
+            unerased=self.reclaimer.unerased,
+            now_ns=now_ns,
         )
         if why_not:
             if self.appender.needs_room:

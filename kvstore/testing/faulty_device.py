@@ -131,6 +131,7 @@ class FaultyDevice:
         self.inner = inner
         self.counts = FaultCounts()
         self.full = False  # allocate answers ENOSPC while True
+        self.read_only = False  # allocate and discard answer EROFS while True
         self._seed = seed
         self._random = random.Random(seed)
         self._shuffle = shuffle
@@ -155,7 +156,7 @@ class FaultyDevice:
         """Disarm all faults and random rates."""
         self._faults.clear()
         self._rates.clear()
-        self.full = False
+        self.full = self.read_only = False
 
     def hold(self) -> None:
         """Complete nothing until `release`: a slow drive."""
@@ -275,12 +276,14 @@ class FaultyDevice:
 
     def allocate(self, offset: int, length_bytes: int) -> None:
         self._check_open()
+        self._check_writable()
         if self.full:
             raise OSError(errno.ENOSPC, f"allocate of {length_bytes} bytes at {offset}: no space (injected)")
         self.inner.allocate(offset, length_bytes)
 
     def discard(self, offset: int, length_bytes: int) -> None:
         self._check_open()
+        self._check_writable()
         self.inner.discard(offset, length_bytes)
 
     def allocated_bytes(self) -> int:
@@ -300,6 +303,10 @@ class FaultyDevice:
     def _check_open(self) -> None:
         if self._event_fd < 0:
             raise Closed("the faulty device was closed or has crashed before the call")
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise OSError(errno.EROFS, f"{os.strerror(errno.EROFS)} (injected)")
 
     def _signal(self) -> None:
         """Make the descriptor readable exactly when a poll would complete something."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 
 import pytest
@@ -328,6 +329,39 @@ def test_a_full_drive_that_takes_no_more_writes_serves_what_it_holds(code: int, 
     again = reopened(rig)
     assert all(again.get(ref, key_of(n)) in (None, payload_of(n)) for n in (*range(1200), *range(3000, 3100)))
     assert again.recount_bytes() == again.ledger.live_bytes == rig.ledger.live_bytes
+
+
+def test_a_drive_that_turns_read_only_before_it_is_full_goes_on_serving() -> None:
+    """Space for the next segment is asked for while puts wait: what fallocate(2) answers must not end the worker."""
+    device = FaultyDevice(MemoryDevice(size_bytes=64 * MiB))
+    rig = StoreRig(device, segment_bytes=1 * MiB)
+    ref = rig.namespace()
+    fill(rig, ref, range(200))
+    allocated = rig.store.allocator.allocated_segments()
+    device.read_only = True
+    fault = device.inject(Fault(action=FaultAction.ERROR, kind=IoKind.WRITE, times=0, errno_code=errno.EROFS))
+    results = [rig.begin_put(ref, key_of(n), payload_of(n)) for n in range(1000, 1040)]  # the open one takes some
+    rig.settle(lambda: all(result.outcome is not None for result in results))
+    last = results[-1].outcome
+    assert isinstance(last, Refused)
+    assert os.strerror(errno.EROFS) in last.detail
+    fault.times = None
+    for _ in range(8):
+        assert isinstance(rig.put(ref, key_of(2000), payload_of(2000)), Refused)
+        assert rig.store.write_fault is not None
+        rig.now_ns += SECOND_NS
+    assert rig.store.next_timer_ns() is not None, "it is tried again though nothing else happens"
+    assert all(rig.get(ref, key_of(n)) == payload_of(n) for n in range(200))
+    assert not rig.metrics.evicted_segments
+    assert rig.store.allocator.allocated_segments() == allocated, "what it could not make is not there"
+    device.clear()
+    for _ in range(4):
+        rig.now_ns += 10 * SECOND_NS
+        rig.settle()
+    assert rig.store.write_fault is None
+    fill(rig, ref, range(3000, 3040))
+    again = reopened(rig)
+    assert all(again.get(ref, key_of(n)) == payload_of(n) for n in (*range(200), *range(3000, 3040)))
 
 
 def test_a_log_block_that_fails_is_written_further_on() -> None:
