@@ -1,11 +1,11 @@
-"""Who may ask the supervisor what: the tenants file as read last, and what a token grants by it."""
+"""Who may ask the supervisor what: the tenants file as read last, and what a token allows by it."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
-from kvstore.server.tenants import Grant, TenantBook, authenticate
+from kvstore.server.tenants import Permit, TenantBook, authenticate
 from kvstore.server.tenants_file import load_tenants
 
 log = logging.getLogger(__name__)
@@ -24,8 +24,8 @@ class Access:
         """The tenants now; None on an open node."""
         return self._book
 
-    def grant_of(self, token: bytes) -> Grant | None:
-        """What a token grants; None is everything. Raises Denied."""
+    def permit_of(self, token: bytes) -> Permit | None:
+        """What a token allows; None is everything. Raises Denied."""
         return None if self._book is None else authenticate(self._book, token)
 
     def reload(self) -> TenantBook | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, Protocol, TypeVar
 
 from kvstore.errors import Denied, FormatUnsupported
-from kvstore.server.tenants import Grant, Scope, TenantBook, authenticate, hash_of
+from kvstore.server.tenants import Permit, Scope, TenantBook, authenticate, hash_of
 from kvstore.telemetry.metrics import DataplaneMetrics, DeniedKind
 from kvstore.types.digest import digest
 from kvstore.wire.header import VERSION, FrameType
@@ -46,7 +46,7 @@ PEER_SCOPES: Final = Scope.READ | Scope.WRITE
 class Admission(Protocol):
     """Decides about a HELLO."""
 
-    def admit(self, hello: Hello) -> Grant | None:
+    def admit(self, hello: Hello) -> Permit | None:
         """What a welcome peer may do, None for all. Raises Denied for the others."""
 
 
@@ -67,7 +67,7 @@ class TokenAdmission:
     def __init__(self, metrics: DataplaneMetrics) -> None:
         self.is_told = False
         self._book = TenantBook()
-        self._peer: Grant | None = None
+        self._peer: Permit | None = None
         self._metrics = metrics
 
     def tell(self, book: TenantBook) -> None:
@@ -77,9 +77,9 @@ class TokenAdmission:
 
     def tell_peer_token(self, token: bytes) -> None:
         """By which the nodes of the cluster are known from now on; empty is none."""
-        self._peer = Grant(tenant="", scopes=PEER_SCOPES, token_hash=hash_of(token), is_peer=True) if token else None
+        self._peer = Permit(tenant="", scopes=PEER_SCOPES, token_hash=hash_of(token), is_peer=True) if token else None
 
-    def admit(self, hello: Hello) -> Grant:
+    def admit(self, hello: Hello) -> Permit:
         """See `Admission`."""
         peer = self._peer
         if peer is not None and hmac.compare_digest(peer.token_hash, hash_of(hello.token)):
@@ -90,16 +90,16 @@ class TokenAdmission:
             self._metrics.denied[DeniedKind.WRONG_TOKEN if hello.token else DeniedKind.NO_TOKEN] += 1
             raise
 
-    def renewed(self, grant: Grant) -> Grant | None:
+    def renewed(self, permit: Permit) -> Permit | None:
         """What the bearer of a token may do now; None when it was taken back."""
-        if grant.is_peer:
-            return self._peer if self._peer == grant else None
-        return self._book.renewed(grant)
+        if permit.is_peer:
+            return self._peer if self._peer == permit else None
+        return self._book.renewed(permit)
 
 
 def guarded(
     handlers: Mapping[FrameType, Callable[[_Connection, _Frame], None]],
-    grant: Grant,
+    permit: Permit,
     on_denied: Callable[[], None],
 ) -> Mapping[FrameType, Callable[[_Connection, _Frame], None]]:
     """The handlers, with those of verbs that are not granted replaced by a Denied."""
@@ -107,21 +107,21 @@ def guarded(
     def refuser(kind: FrameType) -> Callable[[_Connection, _Frame], None]:
         def refuse(_connection: _Connection, _frame: _Frame) -> None:
             on_denied()
-            grant.require(SCOPE_OF[kind], kind.name)
+            permit.require(SCOPE_OF[kind], kind.name)
             raise Denied(f"{kind.name} is for nodes of this cluster only; a tenant deletes with DELETE and DROP")
 
         return refuse
 
     def is_granted(kind: FrameType) -> bool:
-        return SCOPE_OF.get(kind, Scope(0)) in grant.scopes and (grant.is_peer or kind not in PEERS_ONLY)
+        return SCOPE_OF.get(kind, Scope(0)) in permit.scopes and (permit.is_peer or kind not in PEERS_ONLY)
 
     return {kind: handler if is_granted(kind) else refuser(kind) for kind, handler in handlers.items()}
 
 
-def own_client_id(client_id: bytes, grant: Grant | None) -> bytes:
+def own_client_id(client_id: bytes, permit: Permit | None) -> bytes:
     """A client's id within its tenant: pins and writers belong to it, and another tenant cannot name it. Peers are a
     tenant of their own, without a name, which no tenant has."""
-    return client_id if grant is None else digest(b"kvstore.client.v1", grant.tenant.encode(), client_id)[:ID_BYTES]
+    return client_id if permit is None else digest(b"kvstore.client.v1", permit.tenant.encode(), client_id)[:ID_BYTES]
 
 
 def agreed_version(hello: Hello) -> int:

@@ -32,7 +32,7 @@ from kvstore.server.headway import Headway, Patience
 from kvstore.server.lane import AnswerLane
 from kvstore.server.loop import BROKEN, READABLE, WRITABLE, Loop
 from kvstore.server.rdma import RdmaService
-from kvstore.server.tenants import Grant, Scope
+from kvstore.server.tenants import Permit, Scope
 from kvstore.telemetry.logs import RepeatLogger
 from kvstore.telemetry.metrics import DataplaneMetrics, Verb, error_index
 from kvstore.transport.base import PlaceChannel
@@ -89,7 +89,7 @@ class Connection:
     Attributes:
         client: who it is, from HELLO on.
         flow: class of its requests, from HELLO.
-        grant: what its token allows; None is everything, to every tenant.
+        permit: what its token allows; None is everything, to every tenant.
         ends_with_data: Feature.FINAL_DATA was agreed on.
         takes_data_crcs: Feature.DATA_CRCS was.
         reader_checks: Feature.READER_CHECKS was.
@@ -121,13 +121,13 @@ class Connection:
         "due_ns",
         "ends_with_data",
         "flow",
-        "grant",
         "in_turn",
         "is_admin",
         "is_blocked",
         "is_closed",
         "metrics",
         "opened",
+        "permit",
         "placing",
         "reader_checks",
         "session",
@@ -154,7 +154,7 @@ class Connection:
         self.session = ServerSession()
         self.is_admin = is_admin
         self.client: Client | None = None
-        self.grant: Grant | None = None
+        self.permit: Permit | None = None
         self.flow = FlowClass.BACKGROUND
         self.ends_with_data = False
         self.takes_data_crcs = False
@@ -528,11 +528,11 @@ class Connection:
         """Feature.RDMA was agreed on."""
         return self.placing is not None and not self.shares_memory
 
-    def allow(self, grant: Grant, handlers: Mapping[FrameType, Callable[[Connection, Frame], None]]) -> None:
+    def allow(self, permit: Permit, handlers: Mapping[FrameType, Callable[[Connection, Frame], None]]) -> None:
         """What it may do from now on, and the handlers that keep to that."""
-        self.grant = grant
+        self.permit = permit
         self._handlers = handlers
-        if Scope.READ not in grant.scopes:
+        if Scope.READ not in permit.scopes:
             self._lane = None
 
     @property

@@ -46,7 +46,7 @@ from kvstore.server.puts import start_offer
 from kvstore.server.rdma import RdmaService
 from kvstore.server.reads import start_get
 from kvstore.server.tenant_engine import TenantEngine
-from kvstore.server.tenants import Grant, Scope
+from kvstore.server.tenants import Permit, Scope
 from kvstore.server.verbs import AdminVerbs
 from kvstore.server.writer_calls import WriterCommitCall, WriterWriteCall, abort_writers, open_writers
 from kvstore.telemetry.logs import RepeatLogger
@@ -235,17 +235,17 @@ class DataPlane:
         self.epoch = epoch
         self._view = view
 
-    def renew_grants(self, renewed: Callable[[Grant], Grant | None]) -> None:
+    def renew_permits(self, renewed: Callable[[Permit], Permit | None]) -> None:
         """What tokens allow has changed: connections may do what their token allows now, and close without one."""
         for connection in list(self._connections):
-            if connection.grant is None:
+            if connection.permit is None:
                 continue
-            grant = renewed(connection.grant)
-            if grant is None:
+            permit = renewed(connection.permit)
+            if permit is None:
                 self.metrics.denied[DeniedKind.REVOKED] += 1
                 connection.give_up(Denied("the token was revoked; ask the operator for another one"))
             else:
-                self._allow(connection, grant)
+                self._allow(connection, permit)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
     def wait_ns(self) -> int | None:
@@ -380,8 +380,8 @@ class DataPlane:
     def place_writer_slices(self, connection: Connection, frame: Frame) -> Sequence[memoryview] | None:
         """Destination of a WRITER_WRITE's payload."""
         self.metrics.calls[Verb.WRITER] += 1
-        if connection.grant is not None:
-            connection.grant.require(Scope.WRITE, frame.type.name)
+        if connection.permit is not None:
+            connection.permit.require(Scope.WRITE, frame.type.name)
         self._engine_is_due = True
         call = WriterWriteCall(connection, _client_of(connection), frame, now_ns=self.now_ns)
         connection.call = call
@@ -390,15 +390,15 @@ class DataPlane:
     def _hello(self, connection: Connection, frame: Frame) -> None:
         hello = Hello.decode(frame.body)
         version = agreed_version(hello)
-        grant = None if connection.is_admin else self._admission.admit(hello)
+        permit = None if connection.is_admin else self._admission.admit(hello)
         offered = shm_calls.features_of(connection, FEATURES, self._identity.local)
         features = offered & Feature(hello.features & offered)
-        client = self._clients.enter(own_client_id(hello.client_id, grant))
+        client = self._clients.enter(own_client_id(hello.client_id, permit))
         connection.greeted(client, FlowClass(hello.flow), features)
         self.metrics.shared_connections += connection.shares_memory
         self.metrics.rdma_connections += connection.uses_rdma
-        if grant is not None:
-            self._allow(connection, grant)
+        if permit is not None:
+            self._allow(connection, permit)
         connection.due_ns = self.now_ns + IDLE_WAIT_NS
         connection.answer(
             Welcome(
@@ -415,9 +415,9 @@ class DataPlane:
             )
         )
 
-    def _allow(self, connection: Connection, grant: Grant) -> None:
+    def _allow(self, connection: Connection, permit: Permit) -> None:
         """From now on the connection may do what is granted, among its tenant's namespaces."""
-        connection.allow(grant, guarded(self.handlers, grant, partial(self._count_denied, DeniedKind.SCOPE)))
+        connection.allow(permit, guarded(self.handlers, permit, partial(self._count_denied, DeniedKind.SCOPE)))
 
     def _count_denied(self, kind: DeniedKind) -> None:
         self.metrics.denied[kind] += 1
@@ -551,8 +551,8 @@ class DataPlane:
             raise Unavailable(f"node {self._identity.node_id} is shutting down: ask another, or again shortly")
         if self._engine is None:
             raise Unavailable(f"node {self._identity.node_id} is still reading its drives: try again shortly")
-        grant = connection.grant
-        return self._engine if grant is None or grant.is_peer else self._engine_of(grant.tenant, self._engine)
+        permit = connection.permit
+        return self._engine if permit is None or permit.is_peer else self._engine_of(permit.tenant, self._engine)
 
     def _engine_of(self, tenant: str, engine: Engine) -> TenantEngine:
         """The engine with the namespaces of one tenant only."""
@@ -585,9 +585,9 @@ class DataPlane:
         )
 
     def _put_refusal(self, connection: Connection) -> Refused | None:
-        if connection.grant is not None and Scope.WRITE not in connection.grant.scopes:
+        if connection.permit is not None and Scope.WRITE not in connection.permit.scopes:
             self.metrics.denied[DeniedKind.SCOPE] += 1
-            return Refused(RefusedReason.DENIED, f"the token of tenant {connection.grant.tenant!r} may not write")
+            return Refused(RefusedReason.DENIED, f"the token of tenant {connection.permit.tenant!r} may not write")
         if self.is_draining:
             return Refused(RefusedReason.DRAINING, f"node {self._identity.node_id} is draining: write to another")
         if self.now_ns >= self.fenced_from_ns:

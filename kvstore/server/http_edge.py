@@ -19,7 +19,7 @@ from kvstore.server.access import Access
 from kvstore.server.fleet import Fleet
 from kvstore.server.report import TenantReport
 from kvstore.server.status_page import status_page
-from kvstore.server.tenants import Grant, Scope
+from kvstore.server.tenants import Permit, Scope
 from kvstore.telemetry import prometheus
 from kvstore.telemetry.tenants import TenantNumbers
 
@@ -88,7 +88,7 @@ class HttpEdge:
             return method, _text(HTTPStatus.METHOD_NOT_ALLOWED, f"{method} is not allowed here; use GET")
         if path != "/healthz":
             try:
-                _require_admin(self._access.grant_of(_bearer_of(head)))
+                _require_admin(self._access.permit_of(_bearer_of(head)))
             except Denied as error:
                 return method, _text(HTTPStatus.UNAUTHORIZED, str(error))
         return method, await self._page(path)
@@ -117,10 +117,10 @@ def _tenant_numbers(use: TenantReport) -> TenantNumbers:
     )
 
 
-def _require_admin(grant: Grant | None) -> None:
+def _require_admin(permit: Permit | None) -> None:
     """Numbers of a node tell of all its tenants together. Raises Denied."""
-    if grant is not None:
-        grant.require(Scope.ADMIN, "the metrics port")
+    if permit is not None:
+        permit.require(Scope.ADMIN, "the metrics port")
 
 
 def _bearer_of(head: bytes) -> bytes:

@@ -91,11 +91,11 @@ class AnswerLane:
 
     def may_see(self, namespace: bytes) -> bool:
         """Whether the namespace is there for the connection's tenant; a namespace stays its tenant's for ever."""
-        grant, engine = self._connection.grant, self._plane.quick_engine
-        if grant is None:
+        permit, engine = self._connection.permit, self._plane.quick_engine
+        if permit is None:
             return True
         known = engine.namespace(namespace) if engine is not None else None
-        return known is not None and grant.may_see(known.tenant)
+        return known is not None and permit.may_see(known.tenant)
 
     def _judge(self, count: int) -> bool:
         """Judges what was received; answers it, and learns what it looks like, when it is a GET for the lane."""

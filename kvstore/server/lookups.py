@@ -41,7 +41,7 @@ def match(connection: Connection, body: bytes | bytearray, engine: Engine, now_n
         raise UnknownNamespace(f"namespace {request.namespace.hex()} is not known here")
     client_id = connection.client.id if connection.client else b""
     if request.group:
-        tenant = connection.grant.tenant if connection.grant else ""
+        tenant = connection.permit.tenant if connection.permit else ""
         outcome = groups.match(engine, namespace, request, tenant=tenant, client_id=client_id, now_ns=now_ns)
     elif namespace is None:
         outcome = all_absent(count)

@@ -8,7 +8,7 @@ from kvstore.errors import Denied
 from kvstore.server.control import Control
 from kvstore.server.drops import DropOrder
 from kvstore.server.report import Answer, Drained, Dropped, Lookup, NamespacePage, NodeReport, Question
-from kvstore.server.tenants import Grant, Scope
+from kvstore.server.tenants import Permit, Scope
 
 
 class TenantControl(Control):
@@ -18,22 +18,22 @@ class TenantControl(Control):
     these: such a namespace is unknown.
     """
 
-    def __init__(self, control: Control, grant: Grant) -> None:
+    def __init__(self, control: Control, permit: Permit) -> None:
         super().__init__(control.fleet, control.access)
-        self._grant = grant
+        self._permit = permit
 
     @property
     def _is_admin(self) -> bool:
-        return Scope.ADMIN in self._grant.scopes
+        return Scope.ADMIN in self._permit.scopes
 
     def _check(self, tenant: str, scope: Scope, what: str) -> None:
         """Whether something may be asked about a tenant."""
         if self._is_admin:
             return
-        self._grant.require(scope, what)
-        if tenant != self._grant.tenant:
+        self._permit.require(scope, what)
+        if tenant != self._permit.tenant:
             raise Denied(
-                f"{what} of tenant {tenant!r} was asked with a token of tenant {self._grant.tenant!r}; "
+                f"{what} of tenant {tenant!r} was asked with a token of tenant {self._permit.tenant!r}; "
                 "ask about one's own, or with a token of scope admin"
             )
 
@@ -42,7 +42,7 @@ class TenantControl(Control):
         report = await super().report()
         if self._is_admin:
             return report
-        own = tuple(use for use in report.tenants if use.name == self._grant.tenant)
+        own = tuple(use for use in report.tenants if use.name == self._permit.tenant)
         workers = tuple(
             replace(
                 worker,
@@ -65,8 +65,8 @@ class TenantControl(Control):
 
     async def lookup(self, namespace: bytes, keys: bytes, *, count: bool, deadline_ns: int) -> Lookup:
         """See `Control`; also an admin looks up among its own tenant's chunks only."""
-        self._grant.require(Scope.READ, "a lookup")
-        return await self.lookup_of(self._grant.tenant, namespace, keys, count=count, deadline_ns=deadline_ns)
+        self._permit.require(Scope.READ, "a lookup")
+        return await self.lookup_of(self._permit.tenant, namespace, keys, count=count, deadline_ns=deadline_ns)
 
     async def explain(self, question: Question, *, deadline_ns: int) -> Answer:
         """See `Control`."""
@@ -80,15 +80,15 @@ class TenantControl(Control):
 
     async def scrub(self, bytes_second: int, *, deadline_ns: int) -> bool:
         """See `Control`."""
-        self._grant.require(Scope.ADMIN, "a scrub")
+        self._permit.require(Scope.ADMIN, "a scrub")
         return await super().scrub(bytes_second, deadline_ns=deadline_ns)
 
     async def drain(self, *, resume: bool, within_ns: int = 0) -> Drained:
         """See `Control`."""
-        self._grant.require(Scope.ADMIN, "a drain")
+        self._permit.require(Scope.ADMIN, "a drain")
         return await super().drain(resume=resume, within_ns=within_ns)
 
     async def reload_tenants(self) -> int:
         """See `Control`."""
-        self._grant.require(Scope.ADMIN, "a reload of the tenants file")
+        self._permit.require(Scope.ADMIN, "a reload of the tenants file")
         return await super().reload_tenants()

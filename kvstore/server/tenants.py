@@ -48,13 +48,13 @@ def hash_of(token: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
+class Permit:
     """What a bearer of a token may do; the supervisor's own connection, and every one of an open node, has none.
 
     Attributes:
         tenant: whose namespaces are there for the bearer; of a peer "".
         scopes: see `Scope`.
-        token_hash: by which the grant is found again after a reload.
+        token_hash: by which the permit is found again after a reload.
         is_peer: the bearer is a node of this cluster: every tenant's namespaces are there for it.
     """
 
@@ -112,7 +112,7 @@ class TenantBook:
 
     def __init__(self, tenants: Iterable[Tenant] = ()) -> None:
         self._tenants: dict[str, Tenant] = {}
-        self._grants: dict[bytes, Grant] = {}
+        self._permits: dict[bytes, Permit] = {}
         for tenant in tenants:
             if tenant.name in self._tenants:
                 raise InvalidRequest(
@@ -121,19 +121,19 @@ class TenantBook:
             self._tenants[tenant.name] = tenant
             for token in tenant.tokens:
                 self._add(tenant, token)
-        if len(self._tenants) > TENANTS_MAX or len(self._grants) > TOKENS_MAX:
+        if len(self._tenants) > TENANTS_MAX or len(self._permits) > TOKENS_MAX:
             raise InvalidRequest(
-                f"{len(self._tenants)} tenants with {len(self._grants)} tokens; at most {TENANTS_MAX} tenants and "
+                f"{len(self._tenants)} tenants with {len(self._permits)} tokens; at most {TENANTS_MAX} tenants and "
                 f"{TOKENS_MAX} tokens are taken: describe fewer, or give tenants fewer tokens"
             )
 
     def _add(self, tenant: Tenant, token: Token) -> None:
-        other = self._grants.get(token.hash)
+        other = self._permits.get(token.hash)
         if other is not None:
             raise InvalidRequest(
                 f"one token is given to tenant {other.tenant!r} and to tenant {tenant.name!r}; draw another one"
             )
-        self._grants[token.hash] = Grant(tenant=tenant.name, scopes=token.scopes, token_hash=token.hash)
+        self._permits[token.hash] = Permit(tenant=tenant.name, scopes=token.scopes, token_hash=token.hash)
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._tenants.values())
@@ -145,19 +145,19 @@ class TenantBook:
         """The tenant of that name."""
         return self._tenants.get(name)
 
-    def find(self, token: bytes) -> Grant | None:
-        """What a token grants. Takes the same time whichever token is right, and however much of one is."""
+    def find(self, token: bytes) -> Permit | None:
+        """What a token allows. Takes the same time whichever token is right, and however much of one is."""
         asked = hash_of(token)
         found = None
-        for known, grant in self._grants.items():
+        for known, permit in self._permits.items():
             if hmac.compare_digest(known, asked):
-                found = grant
+                found = permit
         return found
 
-    def renewed(self, grant: Grant) -> Grant | None:
-        """What the token behind a grant of an older book grants now; None when it does not, or to another tenant."""
-        now = self._grants.get(grant.token_hash)
-        return now if now is not None and now.tenant == grant.tenant else None
+    def renewed(self, permit: Permit) -> Permit | None:
+        """What the token behind a permit of an older book allows now; None when it does not, or to another tenant."""
+        now = self._permits.get(permit.token_hash)
+        return now if now is not None and now.tenant == permit.tenant else None
 
     def to_plain(self) -> dict[str, Plain]:
         """Plain data that `from_plain` reads."""
@@ -180,18 +180,18 @@ class TenantBook:
         return cls(_tenant_of(row) for row in _rows(plain, "tenants"))
 
 
-def authenticate(book: TenantBook, token: bytes) -> Grant:
-    """What a token grants.
+def authenticate(book: TenantBook, token: bytes) -> Permit:
+    """What a token allows.
 
     Raises:
         Denied: There is none, or it is unknown. The two are told apart for people; nothing else is.
     """
     if not token:
         raise Denied("this node has tenants and no token was given; pass token= or token_file= (--token-file)")
-    grant = book.find(token)
-    if grant is None:
+    permit = book.find(token)
+    if permit is None:
         raise Denied("the token is not known here; ask the operator for one, or for a reload of the tenants file")
-    return grant
+    return permit
 
 
 def _tenant_of(row: Mapping[str, Plain]) -> Tenant:

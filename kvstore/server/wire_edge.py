@@ -191,7 +191,7 @@ class _WireResponder:
             case FrameType.HELLO:
                 return self._welcome(Hello.decode(frame.body))
             case FrameType.VIEW:
-                self._access.grant_of(self._token)  # which may have been taken back since HELLO
+                self._access.permit_of(self._token)  # which may have been taken back since HELLO
                 return _view_reply(self._fleet.view, ViewRequest.decode(frame.body))
             case FrameType.PING:
                 Ping.decode(frame.body)
@@ -208,7 +208,7 @@ class _WireResponder:
                 f"client speaks protocol versions {hello.version_min} to {hello.version_max}, this node {VERSION}; "
                 "upgrade the older side"
             )
-        self._access.grant_of(hello.token)
+        self._access.permit_of(hello.token)
         self._token = hello.token
         view = self._fleet.view
         return Welcome(

@@ -163,7 +163,7 @@ class Worker:
         """Who may do what and have how much; connections whose token was taken back are closed."""
         if self._tokens is not None:
             self._tokens.tell(book)
-            self._plane.renew_grants(self._tokens.renewed)
+            self._plane.renew_permits(self._tokens.renewed)
             self._book = book
             self._set_quotas()
 
@@ -181,7 +181,7 @@ class Worker:
         self._plane.peer_token = token
         if self._tokens is not None:
             self._tokens.tell_peer_token(token)
-            self._plane.renew_grants(self._tokens.renewed)
+            self._plane.renew_permits(self._tokens.renewed)
 
     def _set_quotas(self) -> None:
         """A node's quota of a tenant is divided evenly over its drives, as its capacity is.

@@ -51,7 +51,7 @@ def test_a_file_of_tenants(folder: Path, caplog: pytest.LogCaptureFixture) -> No
     assert search is not None
     assert (search.quota_bytes, search.weight) == (2 * GiB, 2.0)
     granted = {token: book.find(token) for token in (SECRET.strip(), b"dashboards of search", b"the one of operators")}
-    assert [(grant.tenant, grant.scopes) for grant in granted.values() if grant] == [
+    assert [(permit.tenant, permit.scopes) for permit in granted.values() if permit] == [
         ("search", Scope.READ | Scope.WRITE),
         ("search", Scope.READ),
         ("operators", Scope.ADMIN),
@@ -127,15 +127,15 @@ def test_a_reload_that_fails_changes_nothing(folder: Path) -> None:
     write(folder, "tenants = [")
     with pytest.raises(InvalidRequest):
         access.reload()
-    grant = access.grant_of(SECRET.strip())
-    assert grant is not None
-    assert grant.tenant == "search"
+    permit = access.permit_of(SECRET.strip())
+    assert permit is not None
+    assert permit.tenant == "search"
 
 
 def test_an_open_node_grants_everything_to_everybody() -> None:
     access = Access(None)
-    assert access.grant_of(b"") is None
-    assert access.grant_of(b"whatever it is") is None
+    assert access.permit_of(b"") is None
+    assert access.permit_of(b"whatever it is") is None
     assert access.reload() is None
 
 
@@ -143,9 +143,9 @@ def test_a_grant_is_renewed_by_its_token() -> None:
     def book(name: str, scopes: Scope) -> TenantBook:
         return TenantBook([Tenant(name=name, tokens=(Token(hash=hash_of(SECRET), scopes=scopes),))])
 
-    grant = authenticate(book("t", Scope.READ), SECRET)
-    assert book("t", Scope.ADMIN).renewed(grant) == authenticate(book("t", Scope.ADMIN), SECRET)
-    assert book("u", Scope.READ).renewed(grant) is None
-    assert TenantBook().renewed(grant) is None
+    permit = authenticate(book("t", Scope.READ), SECRET)
+    assert book("t", Scope.ADMIN).renewed(permit) == authenticate(book("t", Scope.ADMIN), SECRET)
+    assert book("u", Scope.READ).renewed(permit) is None
+    assert TenantBook().renewed(permit) is None
     with pytest.raises(Denied, match="no token"):
         authenticate(book("t", Scope.READ), b"")

@@ -336,7 +336,7 @@ def test_before_it_was_told_of_tenants_a_node_admits_nobody() -> None:
 def test_a_connection_whose_token_is_revoked_is_closed_and_others_go_on(node: Guarded) -> None:
     revoked, kept = node.client(b"ours, all of it"), node.client(b"ours, to look at")
     node.admission.tell(book_of(b"ours, to look at"))
-    node.lab.plane.renew_grants(node.admission.renewed)
+    node.lab.plane.renew_permits(node.admission.renewed)
     with pytest.raises(Denied, match="revoked"):
         revoked.receive()
     assert revoked.is_closed
@@ -369,17 +369,17 @@ def test_a_peer_reads_and_writes_what_is_of_any_tenant_and_no_more(node: Guarded
     with pytest.raises(Denied, match="supervisor"):
         peer.call(Admin(verb="drain", arguments=b"\x80"), AdminReply)
     ours = node.client(b"ours, all of it")
-    assert ours.get(THEIRS.digest, [KEY]) == (ABSENT, {}), "it is the peer's grant, not the tenants'"
+    assert ours.get(THEIRS.digest, [KEY]) == (ABSENT, {}), "it is the peer's permit, not the tenants'"
 
 
 def test_a_peer_token_that_is_replaced_closes_what_was_opened_with_it(node: Guarded) -> None:
     node.admission.tell_peer_token(PEER)
     peer, tenant = node.client(PEER), node.client(b"ours, all of it")
     node.admission.tell(book_of(b"ours, all of it"))
-    node.lab.plane.renew_grants(node.admission.renewed)
+    node.lab.plane.renew_permits(node.admission.renewed)
     assert peer.call(Ping(), Pong) == Pong(), "a reload of the tenants is nothing to it"
     node.admission.tell_peer_token(b"another secret of the nodes")
-    node.lab.plane.renew_grants(node.admission.renewed)
+    node.lab.plane.renew_permits(node.admission.renewed)
     with pytest.raises(Denied, match="revoked"):
         peer.receive()
     assert tenant.get(OURS.digest, [KEY])[1] == {0: VALUE}
@@ -451,7 +451,7 @@ def test_scopes_that_change_hold_for_open_connections(node: Guarded, features: F
     ]
     for scopes, act in steps:
         node.admission.tell(with_scopes(token, scopes))
-        node.lab.plane.renew_grants(node.admission.renewed)
+        node.lab.plane.renew_permits(node.admission.renewed)
         assert isinstance(error_raised(act), Denied)
     assert client.get(OURS.digest, [KEY])[1] == {0: VALUE}
 
@@ -461,7 +461,7 @@ def test_a_token_that_changes_hands_is_revoked_for_its_old_tenant(node: Guarded)
     node.admission.tell(
         TenantBook([Tenant(name="theirs", tokens=(Token(hash=hash_of(b"ours, all of it"), scopes=ALL),))])
     )
-    node.lab.plane.renew_grants(node.admission.renewed)
+    node.lab.plane.renew_permits(node.admission.renewed)
     with pytest.raises(Denied, match="revoked"):
         client.receive()
 

@@ -172,8 +172,8 @@ class _ControlServicer(pb_grpc.ControlServicer):
 
     def _control_for(self, context: _Context) -> Control:
         """The verbs as the caller may use them. Raises Denied."""
-        grant = self._control.access.grant_of(_token_of(context))
-        return self._control if grant is None else TenantControl(self._control, grant)
+        permit = self._control.access.permit_of(_token_of(context))
+        return self._control if permit is None else TenantControl(self._control, permit)
 
     async def _answer(self, context: _Context, work: Callable[[Control, int], Awaitable[_T]]) -> _T:
         """Do the work within the call's time, and turn what goes wrong into a status. The root of every unary call."""
