@@ -42,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.scenario
     ]
     rows: list[Row] = []
+    print(report.LEGEND, flush=True)
     try:
         for row in scenario(quick=options.quick, folder=options.folder, only=options.only):
             rows.append(row)

@@ -13,12 +13,14 @@ from pathlib import Path
 from kvstore import __version__
 from kvstore_bench.measure import Row
 
+LEGEND = "the word behind the targets: aim or must is the one that is reached, missed says neither"
+
 
 def line_of(row: Row) -> str:
     """One row as text: value, unit, targets, verdict, and the figures behind it."""
     target = "" if row.must is None else f"must {row.must:g}" + ("" if row.aim is None else f" aim {row.aim:g}")
     details = "  ".join(f"{name}={value:.3g}" for name, value in row.details.items())
-    return f"{row.name:42s} {row.value:9.3f} {row.unit:16s} {target:18s} {row.verdict:7s} {details}{row.note}"
+    return f"{row.name:58s} {row.value:9.3f} {row.unit:16s} {target:18s} {row.verdict:7s} {details}{row.note}"
 
 
 def as_json(scenario: str, rows: Sequence[Row]) -> str:
