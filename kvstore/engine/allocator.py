@@ -31,7 +31,7 @@ _UNALLOCATED: Final = int(SegmentState.UNALLOCATED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Stretch:
     """Room for some records, side by side."""
 
     target: OpenSegment
@@ -85,7 +85,7 @@ class Allocator:
         self.failed: OSError | None = None
 
     # --- room -------------------------------------------------------------------------------------------------------
-    def place(self, pages: int, *, count: int = 1, moving: bool = False) -> Place | None:
+    def place(self, pages: int, *, count: int = 1, moving: bool = False) -> Stretch | None:
         """Room in the open segment, None where it has none.
 
         Args:
@@ -109,7 +109,7 @@ class Allocator:
         page = target.next_page
         target.next_page = page + pages * count
         target.outstanding += count
-        return Place(target=target, page=page, count=count)
+        return Stretch(target=target, page=page, count=count)
 
     def _entries_logged(self) -> int:
         """Commits that a checkpoint carries, and those that will come."""

@@ -133,14 +133,14 @@ class Appender:
         """
         count = item.count
         pages = item.pages // count
-        place = self.allocator.place(pages, count=count, moving=item.moving)
-        if place is None and (not item.moving or self.allocator.open is None) and self.open_segment():
-            place = self.allocator.place(pages, count=count, moving=item.moving)
-        if place is None:
+        stretch = self.allocator.place(pages, count=count, moving=item.moving)
+        if stretch is None and (not item.moving or self.allocator.open is None) and self.open_segment():
+            stretch = self.allocator.place(pages, count=count, moving=item.moving)
+        if stretch is None:
             self.needs_room = True
             return 0
-        item.target, item.page = place.target, place.page
-        return place.count
+        item.target, item.page = stretch.target, stretch.page
+        return stretch.count
 
     def open_segment(self) -> bool:
         """Begin the next segment: write its header page."""
