@@ -11,7 +11,7 @@ from kvstore.server.tenants_file import load_tenants
 log = logging.getLogger(__name__)
 
 
-class Access:
+class NodeAccess:
     """The tenants of the node; without a file it is open to everybody who reaches it."""
 
     def __init__(self, path: Path | None) -> None:

@@ -20,7 +20,7 @@ from kvstore.limits import (
     NAMESPACES_PAGE_MAX,
     SECOND_NS,
 )
-from kvstore.server.access import Access
+from kvstore.server.access import NodeAccess
 from kvstore.server.admin import maps_of
 from kvstore.server.drops import DropOrder, PendingDrops, drop_everywhere
 from kvstore.server.explain import KeyAsker, explain
@@ -56,7 +56,7 @@ class Control:
     """
 
     def __init__(
-        self, fleet: Fleet, access: Access | None = None, *, pending_drops: PendingDrops | None = None
+        self, fleet: Fleet, access: NodeAccess | None = None, *, pending_drops: PendingDrops | None = None
     ) -> None:
         """
         Args:
@@ -65,7 +65,7 @@ class Control:
         """
         self.fleet = fleet
         self._pending_drops = pending_drops or PendingDrops(None)
-        self.access = access or Access(None)
+        self.access = access or NodeAccess(None)
 
     def view(self) -> View:
         """Who serves."""

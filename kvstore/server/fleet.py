@@ -12,7 +12,7 @@ import kvstore
 from kvstore.cluster.view import READ_STATES, Target, TargetState, View
 from kvstore.errors import KVStoreError
 from kvstore.limits import CONTROL_DEADLINE_NS, SECOND_NS, GiB
-from kvstore.server.access import Access
+from kvstore.server.access import NodeAccess
 from kvstore.server.drive_record import DriveVerdict
 from kvstore.server.measure import Measured, measure
 from kvstore.server.report import NodeReport, NodeState, NodeWhere, TenantShare, WorkerState
@@ -61,7 +61,7 @@ class Fleet:
         self._metrics = metrics
         self._registry = Registry()
         self._registry.add(metrics)
-        self.access = Access(None)
+        self.access = NodeAccess(None)
         self.refused_drives: Sequence[DriveVerdict] = ()
         self.known_disks: Mapping[str, OwnedTarget] = {}
         self.shares: Callable[[], Mapping[str, TenantShare]] = dict

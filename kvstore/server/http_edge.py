@@ -15,7 +15,7 @@ from typing import Final
 
 from kvstore.errors import Denied
 from kvstore.limits import EDGE_CONNECTIONS_MAX, EDGE_FIRST_BYTES_NS, HTTP_HEAD_BYTES_MAX, SECOND_NS
-from kvstore.server.access import Access
+from kvstore.server.access import NodeAccess
 from kvstore.server.fleet import Fleet
 from kvstore.server.report import TenantReport
 from kvstore.server.status_page import status_page
@@ -39,13 +39,13 @@ class _Response:
 class HttpEdge:
     """Owns the listening sockets; one request for each connection."""
 
-    def __init__(self, fleet: Fleet, *, access: Access | None = None) -> None:
+    def __init__(self, fleet: Fleet, *, access: NodeAccess | None = None) -> None:
         """
         Args:
             access: The node's tenants; None is an open node.
         """
         self._fleet = fleet
-        self._access = access or Access(None)
+        self._access = access or NodeAccess(None)
         self._servers: list[asyncio.Server] = []
         self._open = 0
 

@@ -18,7 +18,7 @@ from kvstore.doctor.start import log_start
 from kvstore.engine.identity import NO_CLUSTER, DriveContent
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.limits import SECOND_NS, SIGNAL_ECHO_NS
-from kvstore.server.access import Access
+from kvstore.server.access import NodeAccess
 from kvstore.server.addresses import bound_port, join_address, listen
 from kvstore.server.control import Control
 from kvstore.server.drive_check import CheckedDrives, check_drives, contents_of, note_drives, usable_paths
@@ -92,7 +92,7 @@ class Node:
             shown=self._seat.view if self._seat else None,
         )
         self._grpc_socket = str(Path(private_dir) / "grpc.sock")
-        self._access = Access(Path(settings.tenants) if settings.tenants else None)
+        self._access = NodeAccess(Path(settings.tenants) if settings.tenants else None)
         self._fleet.access = self._access
         self._pending_drops = PendingDrops(self._store)
         self._control = Control(self._fleet, self._access, pending_drops=self._pending_drops)

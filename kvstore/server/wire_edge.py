@@ -28,7 +28,7 @@ from kvstore.limits import (
     LINGER_NS,
     SECOND_NS,
 )
-from kvstore.server.access import Access
+from kvstore.server.access import NodeAccess
 from kvstore.server.fleet import Fleet
 from kvstore.telemetry.metrics import SupervisorMetrics
 from kvstore.wire.codec import pack_plain
@@ -52,7 +52,7 @@ class WireEdge:
         self,
         fleet: Fleet,
         *,
-        access: Access | None = None,
+        access: NodeAccess | None = None,
         grpc_socket: str,
         metrics: SupervisorMetrics,
         idle_ns: int = EDGE_IDLE_NS,
@@ -64,7 +64,7 @@ class WireEdge:
         """
         self._idle_s = idle_ns / SECOND_NS
         self._fleet = fleet
-        self._access = access or Access(None)
+        self._access = access or NodeAccess(None)
         self._grpc_socket = grpc_socket
         self._metrics = metrics
         self._boot_id = os.urandom(16)
@@ -138,7 +138,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hear
 class _WireResponder:
     """One connection of the wire protocol that only asks who serves."""
 
-    def __init__(self, fleet: Fleet, access: Access, boot_id: bytes, metrics: SupervisorMetrics) -> None:
+    def __init__(self, fleet: Fleet, access: NodeAccess, boot_id: bytes, metrics: SupervisorMetrics) -> None:
         self._fleet = fleet
         self._access = access
         self._boot_id = boot_id

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.errors import Denied, InvalidRequest
 from kvstore.limits import TOKEN_BYTES_MIN, GiB
-from kvstore.server.access import Access
+from kvstore.server.access import NodeAccess
 from kvstore.server.tenants import Scope, Tenant, TenantBook, Token, authenticate, hash_of
 from kvstore.server.tenants_file import load_tenants
 from kvstore.types.secret import read_token, write_new_token
@@ -123,7 +123,7 @@ def test_a_new_token_is_its_owners_alone_and_replaces_nothing(tmp_path: Path) ->
 
 def test_a_reload_that_fails_changes_nothing(folder: Path) -> None:
     path = write(folder, GOOD)
-    access = Access(path)
+    access = NodeAccess(path)
     write(folder, "tenants = [")
     with pytest.raises(InvalidRequest):
         access.reload()
@@ -133,7 +133,7 @@ def test_a_reload_that_fails_changes_nothing(folder: Path) -> None:
 
 
 def test_an_open_node_grants_everything_to_everybody() -> None:
-    access = Access(None)
+    access = NodeAccess(None)
     assert access.permit_of(b"") is None
     assert access.permit_of(b"whatever it is") is None
     assert access.reload() is None
