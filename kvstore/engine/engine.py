@@ -558,7 +558,7 @@ class DriveEngine:
     @property
     def takes_puts(self) -> bool:
         """Whether the drive may be trusted with what is new."""
-        return self._queue.health.health is not DriveHealth.FAILED and self.store.write_fault is None
+        return self._queue.health.health is not DriveHealth.FAILED and not self.store.write_fault
 
     @property
     def idle(self) -> bool:

@@ -30,6 +30,7 @@ from kvstore.engine.location import (
 from kvstore.limits import ACCESS_TICK_NS, PAGE_BYTES, SPACE_RETRY_NS_MAX, SPACE_RETRY_NS_MIN
 
 _TICK_MAX: Final = (1 << 32) - 1
+_UNERASED_MAX: Final = 2  # victims in a row, from which on it is the drive and not the segment
 NO_SPACE_ERRORS: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """The file system is full, or this user's share of it: no fault of the drive's."""
 
@@ -260,35 +261,53 @@ class EvictionRest:
 
     Attributes:
         failed: what the drive failed with, until its log has been written to again; None for a lack of space.
+        unerased: victims in a row that the drive would not erase.
     """
 
     def __init__(self) -> None:
         self.failed: OSError | None = None
-        self._unerased = 0
+        self.unerased = 0
+        self._erase_failed: OSError | None = None
         self._until_ns = 0
 
-    def why(self, failed: OSError | None, *, is_log_idle: bool, unerased: int, now_ns: int) -> str:
+    @property
+    def fault(self) -> str:
+        """What is wrong with the drive, for people, until it takes writes again; "" while it does."""
+        if self.failed is not None:
+            return str(self.failed)
+        if self.unerased < _UNERASED_MAX:
+            return ""
+        return f"the last {self.unerased} segments that were to make room were not erased ({self._erase_failed})"
+
+    def why(
+        self,
+        failed: OSError | None,
+        *,
+        is_log_idle: bool,
+        unerased: int,
+        erase_failed: OSError | None,
+        now_ns: int,
+    ) -> str:
         """Why nothing may be evicted now, for people; "" when it may.
 
         Args:
             failed: what stopped the log, or kept a segment from being made. A lack of space is answered by evicting.
             is_log_idle: what was to be written to it is: one that is tried again after a failure works.
             unerased: victims in a row that the drive would not erase.
+            erase_failed: why not, of the last.
         """
         if failed is not None and failed.errno not in NO_SPACE_ERRORS:
             self.failed = failed
         elif is_log_idle or failed is not None:
             self.failed = None
-        if self.failed is not None:
-            return f"the drive takes no writes ({self.failed}); replace the drive"
-        if unerased != self._unerased:
-            self._unerased = unerased
-            rests = unerased - 2
+        if unerased != self.unerased:
+            self.unerased, self._erase_failed = unerased, erase_failed
+            rests = unerased - _UNERASED_MAX
             wait_ns = min(SPACE_RETRY_NS_MIN << min(rests, 16), SPACE_RETRY_NS_MAX) if rests >= 0 else 0
             self._until_ns = now_ns + wait_ns
-        if now_ns >= self._until_ns:
+        if self.failed is None and now_ns >= self._until_ns:
             return ""
-        return f"the drive would not erase the last {unerased} segments that were to make room; replace the drive"
+        return f"the drive takes no writes: {self.fault}; replace the drive"
 
 
 class Ancestors:

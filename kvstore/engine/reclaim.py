@@ -104,6 +104,7 @@ class Reclaimer:
             when nothing else is left and less is pinned, and by the store every so often, since the budget grows.
         budget: what re-insertion may write.
         unerased: victims in a row that the drive would not erase: all that they held was forgotten for nothing.
+        erase_failed: why not, of the last one.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Reclaimer:
         self._metrics = metrics
         self.running = False
         self.unerased = 0
+        self.erase_failed: OSError | None = None
         self.avoid: set[int] = set()
         self._avoided_pinned_bytes = 0
 
@@ -333,6 +335,7 @@ class Reclaimer:
             # The next checkpoint leaves out the tombstones of what was here; a power cut must not bring it back then.
             error = yield self._appender.sync
         if error is not None:
+            self.erase_failed = error
             self._table.set_state(victim, SegmentState.BAD)
             return
         self.unerased = 0

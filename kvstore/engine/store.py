@@ -398,9 +398,10 @@ class Store:
         start(self._sealer.seal(target))
 
     @property
-    def write_fault(self) -> OSError | None:
-        """What keeps the log from being written, or segments from being made; None while the drive takes writes."""
-        return self.log.failed or self.allocator.failed or self._rest.failed
+    def write_fault(self) -> str:
+        """What keeps the drive from taking writes, until it has taken some again, for people; "" while it does."""
+        error = self.log.failed or self.allocator.failed
+        return self._rest.fault if error is None else str(error)
 
     def _make_room(self, now_ns: int) -> None:
         """Evict a segment if room, space or the log asks for it, or what a tenant has above its quota."""
@@ -410,6 +411,7 @@ class Store:
             self.log.failed or self.allocator.failed,
             is_log_idle=self.log.idle,
             unerased=self.reclaimer.unerased,
+            erase_failed=self.reclaimer.erase_failed,
             now_ns=now_ns,
         )
         if why_not:

@@ -85,8 +85,7 @@ class Drive:
         """A word for how it is, as `DriveState` has them, and the details for people."""
         engine = self.engine
         if not engine.takes_puts:
-            fault = engine.store.write_fault
-            reason = engine.health_reason if fault is None else str(fault)
+            reason = engine.store.write_fault or engine.health_reason
             if os.strerror(errno.EROFS) in reason:
                 return "read-only", f"{reason}; what it holds is served; mount it for writing"
             return "failed", f"{reason}; replace it; what cannot be read is a miss meanwhile"

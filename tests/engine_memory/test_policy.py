@@ -242,17 +242,25 @@ def test_a_circle_of_parents_ends() -> None:
 
 def test_nothing_is_evicted_while_the_log_fails_or_segments_in_a_row_cannot_be_erased() -> None:
     rest, broken = EvictionRest(), OSError(errno.EROFS, "read-only")
-    assert not rest.why(None, is_log_idle=True, unerased=1, now_ns=0), "one says nothing of the others"
-    assert "read-only" in rest.why(broken, is_log_idle=True, unerased=1, now_ns=1)
-    assert rest.why(None, is_log_idle=False, unerased=1, now_ns=2), "the log is tried again, and may fail again"
-    assert not rest.why(None, is_log_idle=True, unerased=1, now_ns=3)
-    assert not rest.why(OSError(errno.ENOSPC, "full"), is_log_idle=True, unerased=1, now_ns=4), "evicting gives room"
+
+    def why(failed: OSError | None, *, unerased: int, now_ns: int, is_log_idle: bool = True) -> str:
+        return rest.why(
+            failed, is_log_idle=is_log_idle, unerased=unerased, erase_failed=OSError(errno.EIO, "no"), now_ns=now_ns
+        )
+
+    assert not why(None, unerased=1, now_ns=0), "one says nothing of the others"
+    assert "read-only" in why(broken, unerased=1, now_ns=1)
+    assert why(None, is_log_idle=False, unerased=1, now_ns=2), "the log is tried again, and may fail again"
+    assert not why(None, unerased=1, now_ns=3)
+    assert not why(OSError(errno.ENOSPC, "full"), unerased=1, now_ns=4), "evicting gives room"
     waits, now_ns = [], 10
     for unerased in range(2, 12):
-        assert "erase" in rest.why(None, is_log_idle=True, unerased=unerased, now_ns=now_ns)
+        assert "erase" in why(None, unerased=unerased, now_ns=now_ns)
         began_ns = now_ns
-        while rest.why(None, is_log_idle=True, unerased=unerased, now_ns=now_ns):
+        while why(None, unerased=unerased, now_ns=now_ns):
             now_ns += SPACE_RETRY_NS_MIN
         waits.append(now_ns - began_ns)
+        assert "[Errno 5] no" in rest.fault, "it stays said while the next is tried"
     assert waits == [min(SPACE_RETRY_NS_MIN << at, SPACE_RETRY_NS_MAX) for at in range(10)]
-    assert not rest.why(None, is_log_idle=True, unerased=0, now_ns=now_ns), "one was erased"
+    assert not why(None, unerased=0, now_ns=now_ns), "one was erased"
+    assert not rest.fault
