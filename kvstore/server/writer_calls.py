@@ -5,7 +5,7 @@ A writer belongs to its client, not to a connection: slices and commit may come 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ _GONE_TEXT = "is not open: it was committed, aborted, or not written to for its 
 class WriterOpenCall(Call):
     """One WRITER_OPEN: answered once every item was granted or refused."""
 
-    __slots__ = ("_answered", "_batch", "_client", "_details", "_ids", "_open", "_opening", "_statuses")
+    __slots__ = ("_answered", "_batch", "_client", "_details", "_end", "_ids", "_open", "_opening", "_statuses")
 
     def __init__(self, connection: Connection, opening: WriterOpen, client: Client, *, now_ns: int) -> None:
         super().__init__(connection, Verb.WRITER, now_ns=now_ns, deadline_ns=now_ns + opening.deadline_ns)
@@ -44,6 +44,7 @@ class WriterOpenCall(Call):
         self._batch = Batch(opening)
         self._opening = Opening(opening.opening_id)
         self._client = client
+        self._end: Callable[[], None] | None = None  # its entry in the client's openings
         count = self._batch.count
         self._ids = [0] * count
         self._statuses = bytearray([RefusedReason.DEADLINE]) * count
@@ -55,7 +56,7 @@ class WriterOpenCall(Call):
         client, opening_id = self._client, self._open.opening_id
         if opening_id:
             client.forget_opening(opening_id)
-            client.openings[opening_id] = partial(self.connection.guard, self.cancel)
+            self._end = client.openings[opening_id] = partial(self.connection.guard, self.cancel)
         count_left = WRITERS_PER_CLIENT_MAX - len(client.writers)
         bytes_left = WRITER_BYTES_PER_CLIENT_MAX - client.writer_bytes
         asked = []
@@ -130,14 +131,20 @@ class WriterOpenCall(Call):
     def _end_if_complete(self) -> None:
         if self._answered == self._batch.count and not self.over:
             details = "\n".join(self._details) if any(self._details) else ""
-            self._client.openings.pop(self._open.opening_id, None)
+            self._leave_openings()
             self.connection.opened = self.request_id, self._ids
             self.finish(WriterOpened(writer_ids=pack_u32(self._ids), statuses=bytes(self._statuses), details=details))
+
+    def _leave_openings(self) -> None:
+        """Takes its own entry back: one that was refused at once has none, and the id's may be of an earlier try."""
+        opening_id, openings = self._open.opening_id, self._client.openings
+        if self._end is not None and openings.get(opening_id) is self._end:
+            del openings[opening_id]
 
     def _abort_opened(self) -> None:
         """The client will never learn these ids."""
         ids, self._ids = self._ids, []
-        self._client.openings.pop(self._open.opening_id, None)
+        self._leave_openings()
         self._client.doom(ids)
 
 

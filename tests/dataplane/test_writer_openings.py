@@ -15,7 +15,7 @@ from kvstore.server.batch import pack_u32, unpack_u32
 from kvstore.testing.dict_engine import DictEngine
 from kvstore.testing.plane_lab import LabClient, PlaneLab
 from kvstore.types.checksum import crc_table
-from kvstore.types.results import ItemStatus
+from kvstore.types.results import ItemStatus, RefusedReason
 from kvstore.wire.header import FrameType
 from kvstore.wire.messages import End, Ping, Pong, WriterOpen, WriterOpened
 from kvstore.wire.slices import NO_CONTENT_ID, Slice
@@ -92,6 +92,23 @@ def test_who_asks_again_takes_the_place_of_an_opening_that_waits(
     silent.start(ask)
     for _ in range(5):
         lab.turn()
+    other.start(ask)
+    assert silent.expect(End), "it has ended"
+    engine.let_go()
+    assert other.expect(WriterOpened).statuses == bytes([ItemStatus.GRANTED]) * 2
+
+
+def test_a_repeat_that_is_refused_leaves_the_first_try_to_be_ended(
+    lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
+) -> None:
+    ask = opening(namespace, opening_id=os.urandom(16))
+    silent, other = lab.client(), lab.client()
+    engine.hold_grants = True
+    silent.start(ask)
+    for _ in range(5):
+        lab.turn()
+    refused = other.call(replace(ask, namespace=os.urandom(32)), WriterOpened)
+    assert refused.statuses == bytes([RefusedReason.UNKNOWN_NAMESPACE]) * 2
     other.start(ask)
     assert silent.expect(End), "it has ended"
     engine.let_go()
