@@ -156,8 +156,15 @@ class PendingDrops:
         everybody.pop(base64.b64encode(manifest).decode(), None)
         if told:
             everybody[base64.b64encode(manifest).decode()] = sorted(told)
-        if self._record is not None and everybody != self._all_told():
-            self._record.put(_TOLD_KEY, json.dumps(everybody))
+        if self._record is None or everybody == self._all_told():
+            return
+        text = json.dumps(everybody)
+        if told and len(text) > CLUSTER_VALUE_BYTES_MAX:
+            raise Unavailable(
+                f"{sum(map(len, everybody.values()))} drives of this node have made up for drops that others have not: "
+                f"more than fit into {CLUSTER_VALUE_BYTES_MAX} bytes; let all its drives serve"
+            )
+        self._record.put(_TOLD_KEY, text)
 
     def _all_told(self) -> dict[str, list[str]]:
         text = (self._record.get(_TOLD_KEY) if self._record is not None else None) or "{}"

@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 
 from kvstore.errors import Unavailable
+from kvstore.limits import CLUSTER_VALUE_BYTES_MAX
 from kvstore.server.admin import AdminChannel
 from kvstore.server.drops import PendingDrops
 from kvstore.server.worker_handle import OwnedTarget, Readiness, WorkerHandle
@@ -102,3 +103,15 @@ def test_a_record_that_takes_nothing_does_not_end_the_making_up(caplog: pytest.L
     asyncio.run(pending.make_up([cast("WorkerHandle", one) for one in (first, second)]))
     assert first.drops == 1
     assert "cannot be kept" in caplog.text
+
+
+def test_who_has_made_up_for_drops_is_kept_within_a_bound(caplog: pytest.LogCaptureFixture) -> None:
+    record = MemoryRecord()
+    pending = PendingDrops(record)
+    pending.add(GONE.manifest())
+    long_id = "a" * CLUSTER_VALUE_BYTES_MAX
+    workers = [ScriptedWorker(is_away=False, drive=long_id), ScriptedWorker(is_away=True, drive="b")]
+    asyncio.run(pending.make_up([cast("WorkerHandle", one) for one in workers]))
+    assert all(len(value) <= CLUSTER_VALUE_BYTES_MAX for value in record.values.values())
+    assert "who has made up for a drop cannot be kept" in caplog.text
+    assert [one.drops for one in workers] == [1, 0]
