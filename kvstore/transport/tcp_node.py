@@ -126,6 +126,7 @@ class TcpNodeChannel(TcpChannel):
             self.reader.end_of_stream()
             raise Unavailable(f"{self.peer} closed the connection")
         if lane.is_over:
+            self._received_bytes += lane.received_bytes
             self._lane = None
             self._wake_at(_ANY)
             return []
