@@ -21,12 +21,13 @@ from kvstore.types.results import RefusedReason
 from kvstore.wire.messages import Manifest
 from kvstore_client.attempts import attempt
 from kvstore_client.core import ClientCore
+from kvstore_client.incoming import OPEN
 from kvstore_client.outcomes import TAKEN
 from kvstore_client.planner import Keys, Section, plan_records
 from kvstore_client.record_facts import ChainFacts, PartFacts
 from kvstore_client.regions import Item, Region
 from kvstore_client.rounds import Verb, ensure_view, refresh_view
-from kvstore_client.stores import OPEN, OutgoingRecord, StoreJob, refusal_of
+from kvstore_client.stores import OutgoingRecord, StoreJob, refusal_of
 from kvstore_client.topology import places_to_write
 
 _MOVED = frozenset({int(RefusedReason.DRAINING), int(RefusedReason.FENCED)})

@@ -36,11 +36,11 @@ from kvstore.wire.messages import ID_BYTES, U32_MAX, End, Feature, Grant, Manife
 from kvstore.wire.shared import offer_from
 from kvstore.wire.slices import NO_CONTENT_ID, Slice, encode_slices
 from kvstore_client.connection import Connection, Steps
+from kvstore_client.incoming import OPEN
 from kvstore_client.planner import split_by_weight
 from kvstore_client.regions import Region
 from kvstore_client.rounds import Job
 
-OPEN = -1
 _BODY_BYTES = FRAME_BODY_BYTES_MAX - 4096
 _ITEM_BYTES = 3 * DIGEST_BYTES + 4 * 4 + 1 + ID_BYTES  # of an item in an offer, its CRC words aside
 _U32 = struct.Struct("<I")

@@ -44,7 +44,7 @@ class Fault:
     Attributes:
         action: what goes wrong.
         kind: operations it hits; None is any.
-        start, end: byte range of the drive; an operation is hit when it touches it.
+        start, end: byte range of the drive; an operation is hit when it touches it. A SYNC is of all of it.
         skip: operations that would be hit and are let pass first.
         times: how often it strikes; None is always.
         errno_code: for ERROR.

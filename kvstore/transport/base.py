@@ -101,7 +101,8 @@ class NodeChannel(Channel, Protocol):
         epoch: int = 0,
         on_sent: Callable[[], None],
     ) -> None:
-        """Queues pieces of records for the client: at most FRAME_PAYLOAD_BYTES_MAX and SLICES_PER_FRAME_MAX.
+        """Queues pieces of records for the client: at most SLICES_PER_FRAME_MAX, and FRAME_PAYLOAD_BYTES_MAX of what is
+        to be moved. What lies in its place already (`ReadSpec.places`) is told of only, and counts for nothing.
 
         `payload` holds the bytes of the slices that have any, in order, and stays as it is until `on_sent`.
         """
