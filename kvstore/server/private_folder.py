@@ -97,7 +97,15 @@ def _make(parent: Path, purpose: str) -> tuple[Path, int]:
                 f"no folder can be made in {parent}: {error.strerror}; make it writable for user {os.geteuid()}, or "
                 "choose another one (socket_dir, TMPDIR)"
             ) from None
-        lock = _locked(path)
+        try:
+            lock = _locked(path)
+        except OSError as error:
+            with suppress(OSError):
+                path.rmdir()
+            raise Unavailable(
+                f"folders in {parent} cannot be locked: {error.strerror}, as on NFS; choose one on a file system of "
+                "this machine (socket_dir, TMPDIR)"
+            ) from None
         if lock is not None:
             return path, lock
         # somebody who removes what was left came in between
@@ -105,13 +113,23 @@ def _make(parent: Path, purpose: str) -> tuple[Path, int]:
 
 
 def _locked(path: Path) -> int | None:
-    """A descriptor that locks the folder of this name; None when another has it, or it is not ours, or gone."""
+    """A descriptor that locks the folder of this name; None when another has it, or it is not ours, or gone.
+
+    Raises OSError where no folder can be locked, whoever has it: flock of what is open for reading is EBADF on NFS.
+    """
     try:
         fd = os.open(path, _OPEN_FOLDER)
     except OSError:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:
+        os.close(fd)
+        raise
+    try:
         held, named = os.fstat(fd), os.lstat(path)
         if (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino) and _is_ours(held):
             return fd

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -113,6 +114,23 @@ def test_a_parent_that_cannot_be_used_is_named_with_the_fix(tmp_path: Path) -> N
         pass
     with pytest.raises(InvalidRequest, match=r"socket_dir .*missing is no folder"), socket_folder(str(missing)):
         pass
+
+
+def test_a_file_system_that_cannot_lock_is_named_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS refuses flock for what is open for reading."""
+
+    def refuse(_fd: int, _how: int) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr("kvstore.server.private_folder.fcntl.flock", refuse)
+    with (
+        pytest.raises(Unavailable, match="cannot be locked: Bad file descriptor"),
+        private_folder(tmp_path, purpose="trial"),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_path_that_no_socket_can_have_is_refused_before_anything_is_made(tmp_path: Path) -> None:
