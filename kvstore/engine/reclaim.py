@@ -6,7 +6,7 @@ together, a sync, then it is free. A crash in between leaves either both copies 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from enum import Enum
 
 import numpy as np
@@ -175,9 +175,14 @@ class Reclaimer:
         locations = entry_locations(entries, victim)
         order = self._worthy(entries, locations, tick)
         rotten: set[int] = set()
+        beside = False
         while order is not None and len(order):
-            stuck = yield from self._move_all(victim, entries, locations, order, rotten)
-            order = self._pinned_meanwhile(entries, locations, stuck, rotten)
+            stuck = yield from self._move_all(victim, entries, locations, order, rotten, beside=beside)
+            order = self._pinned_meanwhile(entries, locations, rotten)
+            is_stuck = order is not None and bool(np.isin(order, stuck).any())
+            if is_stuck and beside:
+                order = None
+            beside = is_stuck
         if order is None:
             self.avoid.add(victim)
             self._avoided_pinned_bytes = max(self._avoided_pinned_bytes, self._ledger.catalog.pinned_bytes)
@@ -220,19 +225,15 @@ class Reclaimer:
         ]
         return order[np.cumsum(sizes[order]) <= room]
 
-    def _pinned_meanwhile(
-        self, entries: Entries, locations: U64, stuck: Sequence[int], rotten: Collection[int]
-    ) -> I64 | None:
-        """Positions of what was pinned while others were moved; None if such a record is stuck or they do not pay."""
+    def _pinned_meanwhile(self, entries: Entries, locations: U64, rotten: Collection[int]) -> I64 | None:
+        """Positions of what is pinned and still there when others were moved; None if moving it does not pay."""
         if not self._ledger.catalog.pinned_bytes:
             return np.empty(0, dtype=np.int64)
         is_valid, _, is_pinned = self._ledger.catalog.standing(entry_keys(entries), locations)
         left = np.flatnonzero(is_valid & is_pinned & self._ledger.live_spaces(entry_spaces(entries)))
         left = left[~np.isin(left, list(rotten))]
         size_pages = int(entries["pages"][left].astype(np.int64).sum())
-        if np.isin(left, list(stuck)).any() or not self._pays(size_pages, self._allocator.open_room_pages()):
-            return None
-        return left
+        return left if self._pays(size_pages, self._allocator.open_room_pages()) else None
 
     def _pays(self, pinned_pages: int, room_pages: int) -> bool:
         """Whether moving so much that is pinned gains room, and few enough bytes are written for it.
@@ -249,23 +250,27 @@ class Reclaimer:
         )
 
     def _move_all(
-        self, victim: int, entries: Entries, locations: U64, order: I64, rotten: set[int]
+        self, victim: int, entries: Entries, locations: U64, order: I64, rotten: set[int], *, beside: bool
     ) -> Steps[list[int]]:
-        """Write records again, a few at a time. Answers which could not be, and adds to `rotten` those that are bad."""
+        """Write records again, a few at a time. Answers which could not be, and adds to `rotten` those that are bad.
+
+        With `beside`, one at a time, in memory beside the arena where that has none: puts may hold all of it while they
+        wait for the very room that is being made.
+        """
         sizes = entries["pages"].astype(np.int64)
         stuck: list[int] = []
         at = 0
         self._allocator.moving = True
         while at < len(order):
             end = at + 1
-            while end < len(order) and end - at < MOVES_IN_FLIGHT_MAX:
+            while not beside and end < len(order) and end - at < MOVES_IN_FLIGHT_MAX:
                 if int(sizes[order[at : end + 1]].sum()) * PAGE_BYTES > DEVICE_IO_BYTES_MAX:
                     break
                 end += 1
             batch = order[at:end].tolist()
             self._allocator.move_pages = int(sizes[order[at:]].sum())
             ends: list[_Moved] = yield gather(
-                [self._move(victim, entries[one : one + 1], int(locations[one])) for one in batch]
+                [self._move(victim, entries[one : one + 1], int(locations[one]), beside=beside) for one in batch]
             )
             stuck += [one for one, end_of_it in zip(batch, ends, strict=True) if end_of_it is _Moved.NOT_NOW]
             rotten.update(one for one, end_of_it in zip(batch, ends, strict=True) if end_of_it is _Moved.NEVER)
@@ -274,12 +279,14 @@ class Reclaimer:
         self._allocator.move_pages = 0
         return stuck
 
-    def _move(self, victim: int, entry: Entries, location: int) -> Steps[_Moved]:
+    def _move(self, victim: int, entry: Entries, location: int, *, beside: bool) -> Steps[_Moved]:
         """Copy one record if it is sound."""
         size = int(entry["pages"][0]) * PAGE_BYTES
         piece = self._arena.allocate(size)
         if piece is None and self._memory.reclaim_memory(size):
             piece = self._arena.allocate(size)
+        if piece is None and beside:
+            piece = _beside_the_arena(size)
         if piece is None:
             return _Moved.NOT_NOW
         at = self._table.offset(victim, location_page(location))
@@ -341,3 +348,11 @@ class Reclaimer:
         self.unerased = 0
         self._ledger.freed(victim)
         self._allocator.freed(victim)
+
+
+def _beside_the_arena(size_bytes: int) -> Piece | None:
+    """Memory for one record, which goes when the piece does; None where the machine has none."""
+    try:
+        return Arena(size_bytes, huge_pages=False, prefault=False).allocate(size_bytes)
+    except OSError:
+        return None

@@ -144,6 +144,26 @@ def test_what_is_pinned_stays_when_there_is_no_memory_to_copy_it() -> None:
     rig.check_accounts()
 
 
+def test_puts_that_hold_all_memory_do_not_keep_pinned_records_from_making_way() -> None:
+    """All that memory holds waits for room, and each segment has pinned records, which need memory to be moved."""
+    rig = StoreRig(MemoryDevice(size_bytes=CAPACITY_BYTES), segment_bytes=SEGMENT_BYTES, arena_bytes=4 * MiB)
+    ref = rig.namespace()
+    payload = random.Random(7).randbytes(200 * KiB)
+    fill = CAPACITY_BYTES // len(payload) + 8
+    for number in range(fill):
+        assert isinstance(put_promptly(rig, ref, number, payload), Stored)
+    pinned = there(rig, ref, fill)[::12]
+    pin(rig, ref, pinned)
+    others = [rig.begin_put(ref, key_of(number), payload, block_bytes=64 * KiB) for number in range(1000, 1200)]
+    assert any(one.ticket is None for one in others), "some wait for memory"
+    rig.settle(lambda: all(one.outcome is not None for one in others))
+    assert {type(one.outcome) for one in others} == {Stored}
+    rig.settle()
+    assert [number for number in pinned if rig.get(ref, key_of(number)) != payload] == []
+    assert rig.arena.used_bytes == 0
+    rig.check_accounts()
+
+
 def test_a_put_as_long_as_a_segment_finds_room_on_a_full_drive() -> None:
     rig = StoreRig(MemoryDevice(size_bytes=24 * MiB), segment_bytes=2 * MiB)
     ref = rig.namespace()
