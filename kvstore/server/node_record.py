@@ -55,15 +55,13 @@ class NodeRecord:
         Raises:
             Unavailable: It cannot be written.
         """
-        mine = self._files[0].all()
-        own_name = mine[NODE_ID_KEY]
+        mine = max(self._files, key=_boots_of).all()  # the first is not the newest when it could not be written
+        own_name = mine.get(NODE_ID_KEY)
         places = {Path(folder) for folder in folders}
         for file in tuple(self._strangers):
             name = file.get(NODE_ID_KEY)
             if file.path.parent not in places or json.loads(file.get(DROPS_KEY) or "[]"):
-                log.warning(
-                    "%s is left as it is: it is of node %s, and this one is %s", file.path, name, mine[NODE_ID_KEY]
-                )
+                log.warning("%s is left as it is: it is of node %s, and this one is %s", file.path, name, own_name)
                 continue
             file.replace(mine)
             self._strangers.remove(file)

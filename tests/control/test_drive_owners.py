@@ -149,3 +149,17 @@ def test_the_record_of_an_adopted_drive_is_taken_over_and_no_other(
     assert again is not None
     again.take_over({str(tmp_path / "adopted")})
     assert not caplog.text, "once is enough"
+
+
+def test_a_first_folder_that_cannot_be_written_keeps_nobody_from_starting(tmp_path: Path) -> None:
+    for name in ("full", "a", "adopted"):
+        (tmp_path / name).mkdir()
+    NodeFile(tmp_path / "a" / "node.json").put("node/id", "n1")
+    NodeFile(tmp_path / "adopted" / "node.json").put("node/id", "n9")
+    record = open_record([str(tmp_path / name) for name in ("full", "a", "adopted")], "n1")
+    assert record is not None
+    (tmp_path / "full").rmdir()
+    record.put("node/id", "n1")
+    record.put("node/boots", "1")
+    record.take_over({str(tmp_path / "adopted")})
+    assert NodeFile(tmp_path / "adopted" / "node.json").get("node/id") == "n1"
