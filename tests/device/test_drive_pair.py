@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.limits import KiB, MiB
+from kvstore_bench.measure import Limit, Sample
 from kvstore_bench.peers.drive_pair import DrivePair
+from kvstore_bench.scenarios.micro import put_details
 
 RECORD = 64 * KiB
 STEP = RECORD + 4 * KiB
@@ -51,3 +53,13 @@ def test_records_come_from_the_drive(pair: DrivePair, path: Path) -> None:
     for _ in range(3):
         pair.get(buffers)
         assert len({bytes(one) for one in buffers} & there) == 32
+
+
+def test_what_puts_reach_is_told_without_fio_too() -> None:
+    samples = [Sample(seconds=1.0, work_bytes=10**9, operations=1, cpu_client_ns=1, cpu_node_ns=1)] * 3
+    limits = [Limit(bytes_per_s=2e9, pair_cpu_s_per_gb=0.5)] * 3
+    ratio, details = put_details(samples, limits, [4e9] * 3)
+    assert (ratio, details["of_drive"], details["drive_gb_per_s"]) == (0.5, 0.25, 4.0)
+    ratio, details = put_details(samples, limits, [])
+    assert ratio == 0.5
+    assert "of_drive" not in details

@@ -350,7 +350,7 @@ def durable_put(bench: Bench) -> list[Row]:
     """Durable puts of 1 MiB x32 into recycled segments against the raw pair; first writes into fresh extents apart.
 
     With two batches in flight, by which it is judged, and one after the other. What the drive alone takes stands beside
-    both: where it writes slower than the wire carries, it is the limit.
+    both, where there is fio: where it writes slower than the wire carries, it is the limit.
     """
     both = [put_step(bench, seed) for seed in (13, 17)]
     step = both[0]
@@ -369,14 +369,16 @@ def durable_put(bench: Bench) -> list[Row]:
     bare: list[Limit] = []
     two: list[Sample] = []
     drive: list[float] = []
+    has_fio = fio.available()
 
     def limit(drive_pair: DrivePair, file: Path) -> Limit | None:
         sample = bench.sample_together(both, BATCH)
-        found = fio.overwrite(file, block_bytes=4 * MiB, depth=4, seconds=max(1.0, bench.effort.seconds))
-        if found is None:
-            return None
+        if has_fio:
+            found = fio.overwrite(file, block_bytes=4 * MiB, depth=4, seconds=max(1.0, bench.effort.seconds))
+            if found is None:
+                return None
+            drive.append(found.bytes_per_s)
         two.append(sample)
-        drive.append(found.bytes_per_s)
         bare.append(pair_limit(drive_pair, lambda: drive_pair.put(buffers), len(memory), bench.effort.seconds))
         return pair_limit(bench.pair, lambda: bench.pair.put(buffers), len(memory), bench.effort.seconds)
 
@@ -399,8 +401,10 @@ def durable_put(bench: Bench) -> list[Row]:
 
 
 def put_details(samples: list[Sample], limits: list[Limit], drive: Sequence[float]) -> tuple[float, dict[str, float]]:
-    """As `ratio_details`, with what the drive alone writes in the same moments, in bytes per second."""
+    """As `ratio_details`, with what the drive alone writes in the same moments, in bytes per second; [] without fio."""
     ratio, details = ratio_details(samples, limits)
+    if not drive:
+        return ratio, details
     shares = [sample.work_bytes / sample.seconds / rate for sample, rate in zip(samples, drive, strict=True)]
     details["drive_gb_per_s"] = statistics.median(drive) / 1e9
     details["of_drive"] = statistics.median(shares)
