@@ -214,9 +214,10 @@ class DispatchQueue:
         self.device.submit(batch)
 
     def _is_shared(self) -> bool:
-        """Whether several flow classes use the drive: they wait for it, or somebody waits for what is on it."""
+        """Whether several flow classes use the drive. Nobody waits for what is read in the background, as a scrub does
+        every second: it never makes the drive a shared one."""
         classes = zip(FLOWS, self._queues, self.in_flight_by_flow, strict=True)
-        return sum(1 for flow, queue, count in classes if queue or (count and flow is not _BACKGROUND)) > 1
+        return sum(1 for flow, queue, count in classes if (queue or count) and flow is not _BACKGROUND) > 1
 
     def _cut(self, queue: deque[IoOp], room: int, bytes_room: int) -> IoOp:
         """Take of the first operation, a scattered read, what fits: all that is left of it, or a part."""

@@ -103,6 +103,24 @@ def test_the_queue_gives_more_to_a_drive_that_tells_of_all_at_once() -> None:
     device.close()
 
 
+def test_what_nobody_waits_for_does_not_make_the_groups_smaller() -> None:
+    """A scrub reads every second, and others are thought of for longer than that."""
+    device = FaultyDevice(MemoryDevice(size_bytes=64 * MiB))
+    queue = DispatchQueue(device, 100)
+    device.hold()
+    for at in range(40):
+        queue.submit(IoOp(IoKind.READ, at * MiB, [aligned(MiB)], flow=FlowClass.DECODE_READ))
+    queue.submit(IoOp(IoKind.READ, 0, [aligned(MiB)], flow=FlowClass.BACKGROUND))
+    queue.start()
+    groups = [queue.in_flight]
+    while queue.in_flight:
+        device.release(queue.in_flight)
+        queue.pump()
+        groups.append(queue.in_flight)
+    assert max(groups) == DRIVE_BYTES_IN_GROUPS_MAX // MiB
+    device.close()
+
+
 def test_the_queue_gives_no_more_while_another_class_waits() -> None:
     device = FaultyDevice(MemoryDevice(size_bytes=32 * MiB))
     queue = DispatchQueue(device, 100)
