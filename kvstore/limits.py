@@ -81,7 +81,6 @@ DEVICE_THREADS_MAX: Final = 32
 EXTENTS_PER_THREAD: Final = 4  # of a scattered read, that one thread of the pool reads one after the other
 DEVICE_FAILED_AFTER_ERRORS: Final = 8
 DEVICE_SUSPECT_NS: Final = 30 * SECOND_NS
-DEVICE_TRIAL_NS: Final = 5 * SECOND_NS
 QUEUED_OPS_MAX: Final = 65_536
 IO_VECTORS_MAX: Final = 1024  # IOV_MAX of Linux, readv(2)
 REGISTERED_PIECE_BYTES: Final = 1 * GiB  # io_uring_register_buffers(3): at most 1 GiB per buffer

@@ -52,7 +52,7 @@ class BlockingDriver:
 
     def close(self) -> None:
         """Wakes every call in progress, which then raises Closed, and closes all connections."""
-        with self._changed:
+        with self._lock:  # a condition's own __enter__ and __exit__ are Python: a signal there would leave it locked
             self._closed = True
             for link in self._core.links():
                 link.interrupt()
@@ -65,7 +65,7 @@ class BlockingDriver:
 
     def pause(self, length_ns: int) -> None:
         """See `Holder`."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._closed, length_ns / 1e9)
 
     def _round(self, jobs: Round | Wave) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from kvstore.limits import DEVICE_FAILED_AFTER_ERRORS, DEVICE_SUSPECT_NS, DEVICE_TRIAL_NS
+from kvstore.limits import DEVICE_FAILED_AFTER_ERRORS, DEVICE_SUSPECT_NS
 
 _PERMANENT: Final = frozenset(
     (
@@ -62,12 +62,11 @@ class HealthMonitor:
 
     ok -> suspect at the first permanent error; suspect -> ok when an operation succeeds and the last error is
     `suspect_ns` ago; suspect -> failed after `failed_after` permanent errors with no success between them;
-    failed -> suspect when a trial operation succeeds (`trial_due` says when to try one).
+    failed -> suspect when an operation succeeds.
 
     Args:
         failed_after: errors in a row that mark the drive failed.
         suspect_ns: quiet time after which a suspect drive is trusted again.
-        trial_ns: time between trials of a failed drive.
     """
 
     def __init__(
@@ -75,16 +74,13 @@ class HealthMonitor:
         *,
         failed_after: int = DEVICE_FAILED_AFTER_ERRORS,
         suspect_ns: int = DEVICE_SUSPECT_NS,
-        trial_ns: int = DEVICE_TRIAL_NS,
     ) -> None:
         self.health = DriveHealth.OK
         self.transitions: deque[Transition] = deque(maxlen=_TRANSITIONS_KEPT)
         self._failed_after = failed_after
         self._suspect_ns = suspect_ns
-        self._trial_ns = trial_ns
         self._errors_in_a_row = 0
         self._last_error_ns = 0
-        self._next_trial_ns = 0
 
     def note_success(self, now_ns: int) -> Transition | None:
         """An operation moved its bytes. Cheap while the drive is ok."""
@@ -93,7 +89,7 @@ class HealthMonitor:
             return None
         if self.health is DriveHealth.FAILED:
             self._last_error_ns = now_ns
-            return self._go(DriveHealth.SUSPECT, now_ns, "a trial operation succeeded")
+            return self._go(DriveHealth.SUSPECT, now_ns, "an operation succeeded")
         if now_ns - self._last_error_ns >= self._suspect_ns:
             return self._go(DriveHealth.OK, now_ns, f"no error for {self._suspect_ns} ns")
         return None
@@ -107,18 +103,10 @@ class HealthMonitor:
         if self.health is DriveHealth.FAILED:
             return None
         if self._errors_in_a_row >= self._failed_after:
-            self._next_trial_ns = now_ns + self._trial_ns
             return self._go(DriveHealth.FAILED, now_ns, f"{self._errors_in_a_row} errors in a row, the last: {error}")
         if self.health is DriveHealth.OK:
             return self._go(DriveHealth.SUSPECT, now_ns, str(error))
         return None
-
-    def trial_due(self, now_ns: int) -> bool:
-        """True once per `trial_ns` while the drive is failed: the caller may send it one read."""
-        if self.health is not DriveHealth.FAILED or now_ns < self._next_trial_ns:
-            return False
-        self._next_trial_ns = now_ns + self._trial_ns
-        return True
 
     def _go(self, after: DriveHealth, now_ns: int, reason: str) -> Transition:
         transition = Transition(at_ns=now_ns, before=self.health, after=after, reason=reason)

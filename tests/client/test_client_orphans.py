@@ -143,3 +143,28 @@ def test_nothing_is_taken_from_greenlets_that_wait(monkeypatch: pytest.MonkeyPat
     assert are_in_no_call({ended.ident}) == {ended.ident}
     monkeypatch.setattr(threading, "get_ident", lambda: own + 1)
     assert are_in_no_call({ended.ident, own + 2}) == set()
+
+
+@pytest.mark.parametrize("place", ["__enter__", "__exit__"])
+def test_no_lock_stays_held_when_the_signal_comes_inside_a_condition(client, place) -> None:
+    """Its `__enter__` and `__exit__` are Python: the lock is taken, or not given back yet, where a signal may come."""
+    driver = client.session().driver
+
+    class Interrupted(threading.Condition):
+        pass
+
+    def cut(condition: threading.Condition, *arguments: object) -> None:
+        if place == "__enter__":
+            threading.Condition.__enter__(condition)
+        raise Cut
+
+    setattr(Interrupted, place, cut)
+    driver._changed.__class__ = Interrupted
+    for call in (lambda: driver.pause(0), driver.close):
+        try:
+            call()
+        except Cut:
+            pass
+        if is_held := driver._lock.locked():
+            driver._lock.release()  # or the fixture would wait for it
+        assert not is_held

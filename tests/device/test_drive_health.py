@@ -12,7 +12,7 @@ EIO = OSError(errno.EIO, "read of 4096 bytes at 0: Input/output error")
 
 
 def monitor() -> HealthMonitor:
-    return HealthMonitor(failed_after=3, suspect_ns=100, trial_ns=10)
+    return HealthMonitor(failed_after=3, suspect_ns=100)
 
 
 def test_one_error_makes_a_suspect_and_time_clears_it() -> None:
@@ -44,17 +44,12 @@ def test_a_bad_spot_does_not_fail_the_drive() -> None:
     assert health.health is DriveHealth.SUSPECT
 
 
-def test_a_failed_drive_is_tried_now_and_then() -> None:
+def test_a_failed_drive_comes_back_by_what_it_does() -> None:
     health = monitor()
     for _ in range(3):
         health.note_error(EIO, 0)
-    assert not health.trial_due(9)
-    assert health.trial_due(10)
-    assert not health.trial_due(19)
-    assert health.trial_due(20)
     health.note_success(21)
     assert health.health is DriveHealth.SUSPECT
-    assert not health.trial_due(1000)
     health.note_success(121)
     assert [t.after for t in health.transitions] == [
         DriveHealth.SUSPECT,
