@@ -45,17 +45,23 @@ def there(rig: StoreRig, ref: NamespaceRef, last: int) -> list[int]:
     return [number for number in range(last) if rig.location(ref, key_of(number))]
 
 
+def fill_and_pin(rig: StoreRig, ref: NamespaceRef, payload: bytes, *, every: int) -> tuple[int, list[int]]:
+    """Puts more than the drive holds, and pins some of what is left: how many were put, and the pinned."""
+    fill = CAPACITY_BYTES // len(payload) + 8
+    for number in range(fill):
+        assert isinstance(put_promptly(rig, ref, number, payload), Stored)
+    pinned = there(rig, ref, fill)[::every]
+    pin(rig, ref, pinned)
+    return fill, pinned
+
+
 @pytest.mark.parametrize("length_kib", [200, 1024, 2040, 2200, 4000])
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_pinned_drives_refuse_at_once_and_go_on_later(length_kib: int, every: int) -> None:
     rig = StoreRig(MemoryDevice(size_bytes=CAPACITY_BYTES), segment_bytes=SEGMENT_BYTES, arena_bytes=16 * MiB)
     ref = rig.namespace()
     payload = random.Random(length_kib).randbytes(length_kib * KiB)
-    fill = CAPACITY_BYTES // len(payload) + 8
-    for number in range(fill):
-        assert isinstance(put_promptly(rig, ref, number, payload), Stored)
-    pinned = there(rig, ref, fill)[::every]
-    pin(rig, ref, pinned)
+    fill, pinned = fill_and_pin(rig, ref, payload, every=every)
     budget = rig.store.reclaimer.budget
     moved_before, user_before = budget.moved_bytes, budget.user_bytes
 
@@ -98,11 +104,7 @@ def test_what_is_pinned_while_its_segment_is_evicted_stays(memory_mib: int) -> N
     rig = StoreRig(MemoryDevice(size_bytes=CAPACITY_BYTES), segment_bytes=SEGMENT_BYTES, arena_bytes=arena_bytes)
     ref = rig.namespace()
     payload = random.Random(5).randbytes(200 * KiB)
-    fill = CAPACITY_BYTES // len(payload) + 8
-    for number in range(fill):
-        assert isinstance(put_promptly(rig, ref, number, payload), Stored)
-    early = there(rig, ref, fill)[::12]
-    pin(rig, ref, early)
+    fill, early = fill_and_pin(rig, ref, payload, every=12)
     late: list[int] = []
     for number in range(1000, 1000 + 3 * fill):
         result = rig.begin_put(ref, key_of(number), payload, block_bytes=64 * KiB)
@@ -123,11 +125,7 @@ def test_what_is_pinned_stays_when_there_is_no_memory_to_copy_it() -> None:
     rig = StoreRig(MemoryDevice(size_bytes=CAPACITY_BYTES), segment_bytes=SEGMENT_BYTES)
     ref = rig.namespace()
     payload = random.Random(6).randbytes(200 * KiB)
-    fill = CAPACITY_BYTES // len(payload) + 8
-    for number in range(fill):
-        assert isinstance(put_promptly(rig, ref, number, payload), Stored)
-    pinned = there(rig, ref, fill)[::12]
-    pin(rig, ref, pinned)
+    fill, pinned = fill_and_pin(rig, ref, payload, every=12)
     evicted = rig.metrics.evicted_segments
     for number in range(1000, 1000 + 3 * fill):
         result = rig.begin_put(ref, key_of(number), payload, block_bytes=64 * KiB)
@@ -149,11 +147,7 @@ def test_puts_that_hold_all_memory_do_not_keep_pinned_records_from_making_way() 
     rig = StoreRig(MemoryDevice(size_bytes=CAPACITY_BYTES), segment_bytes=SEGMENT_BYTES, arena_bytes=4 * MiB)
     ref = rig.namespace()
     payload = random.Random(7).randbytes(200 * KiB)
-    fill = CAPACITY_BYTES // len(payload) + 8
-    for number in range(fill):
-        assert isinstance(put_promptly(rig, ref, number, payload), Stored)
-    pinned = there(rig, ref, fill)[::12]
-    pin(rig, ref, pinned)
+    _, pinned = fill_and_pin(rig, ref, payload, every=12)
     others = [rig.begin_put(ref, key_of(number), payload, block_bytes=64 * KiB) for number in range(1000, 1200)]
     assert any(one.ticket is None for one in others), "some wait for memory"
     rig.settle(lambda: all(one.outcome is not None for one in others))
