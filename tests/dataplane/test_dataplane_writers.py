@@ -12,7 +12,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.limits import SECOND_NS, WRITERS_PER_CLIENT_MAX
 from kvstore.server.batch import pack_u32, unpack_u32
 from kvstore.testing.dict_engine import DictEngine
-from kvstore.testing.plane_lab import PlaneLab
+from kvstore.testing.plane_lab import LabClient, PlaneLab
 from kvstore.types.checksum import crc_table
 from kvstore.types.results import ItemStatus, MissReason, RefusedReason
 from kvstore.wire.header import FrameType
@@ -66,16 +66,22 @@ def test_many_slices_in_one_frame_some_of_them_bad(lab: PlaneLab, engine: DictEn
     assert [status for _, status, _ in commit(client, [bad], [value])] == [RefusedReason.DEADLINE]
 
 
+def send_without_memory(client: LabClient, engine: DictEngine, namespace: NamespaceRef, value: bytes) -> int:
+    """Opens a writer, and sends all of it while there is no memory: its id."""
+    (writer_id,) = unpack_u32(client.call(opening(namespace, [1], len(value)), WriterOpened).writer_ids)
+    engine.hold_grants = True
+    client.session.start(FrameType.WRITER_WRITE)
+    one = Slice(writer_id, 0, len(value), 0, False, NO_CONTENT_ID, len(value), 4096, crc_table(value, 4096))
+    client.send_slices([one], value, frame_type=FrameType.WRITER_WRITE)
+    return writer_id
+
+
 def test_slices_wait_for_memory_and_the_stream_with_them(
     lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef
 ) -> None:
     value = os.urandom(8192)
     client = lab.client()
-    (writer_id,) = unpack_u32(client.call(opening(namespace, [1], 8192), WriterOpened).writer_ids)
-    engine.hold_grants = True
-    client.session.start(FrameType.WRITER_WRITE)
-    one = Slice(writer_id, 0, 8192, 0, False, NO_CONTENT_ID, 8192, 4096, crc_table(value, 4096))
-    client.send_slices([one], value, frame_type=FrameType.WRITER_WRITE)
+    writer_id = send_without_memory(client, engine, namespace, value)
     for _ in range(10):
         lab.turn()
     assert not client._arrived()
@@ -85,13 +91,8 @@ def test_slices_wait_for_memory_and_the_stream_with_them(
 
 
 def test_slices_without_memory_are_refused(lab: PlaneLab, engine: DictEngine, namespace: NamespaceRef) -> None:
-    value = os.urandom(8192)
     client = lab.client()
-    (writer_id,) = unpack_u32(client.call(opening(namespace, [1], 8192), WriterOpened).writer_ids)
-    engine.hold_grants = True
-    client.session.start(FrameType.WRITER_WRITE)
-    one = Slice(writer_id, 0, 8192, 0, False, NO_CONTENT_ID, 8192, 4096, crc_table(value, 4096))
-    client.send_slices([one], value, frame_type=FrameType.WRITER_WRITE)
+    send_without_memory(client, engine, namespace, os.urandom(8192))
     lab.turn()
     lab.clock_ns += 6 * SECOND_NS
     assert client.expect(End).statuses == bytes([RefusedReason.OVERLOADED])
