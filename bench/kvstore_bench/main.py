@@ -18,14 +18,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run a scenario")
-    run.add_argument("scenario", choices=["cluster", "micro", "shm", "transport"])
+    run.add_argument("scenario", choices=["cluster", "micro", "peers", "shm", "transport"])
     run.add_argument("--quick", action="store_true", help="under a minute, rough figures")
     run.add_argument(
         "--only",
         default="",
         metavar="GROUP",
-        help="only groups whose name contains this: ram, cold, put, recovery; of transport: requests, reads, ibverbs, "
-        "pyverbs; of cluster: placement, lookup, throughput, recovery, recovery:FAULT",
+        help="only groups whose name contains this: ram, cold, put, recovery, fast (a drive in memory); of transport: "
+        "requests, reads, ibverbs, pyverbs; of peers: ram, ssd, put; of cluster: placement, lookup, throughput, "
+        "recovery, recovery:FAULT",
     )
     run.add_argument("--json", type=Path, metavar="FILE", help="also write the rows and the machine as JSON")
     run.add_argument(
@@ -36,11 +37,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     run.add_argument("--gate", action="store_true", help="exit 1 when a must was missed")
     options = parser.parse_args(arguments)
-    from kvstore_bench.scenarios import cluster, micro, shm, transport
+    from kvstore_bench.scenarios import cluster, micro, peers, shm, transport
 
-    scenario = {"cluster": cluster.run, "micro": micro.run, "shm": shm.run, "transport": transport.run}[
-        options.scenario
-    ]
+    scenario = {
+        "cluster": cluster.run,
+        "micro": micro.run,
+        "peers": peers.run,
+        "shm": shm.run,
+        "transport": transport.run,
+    }[options.scenario]
     rows: list[Row] = []
     print(report.LEGEND, flush=True)
     try:
