@@ -28,6 +28,7 @@ THIRD_PARTY_HOMES: dict[str, tuple[str, ...]] = {
     "grpc_reflection": (GRPC_EDGE,),
     "hypothesis": ("kvstore/testing/",),
     "ibverbs": ("kvstore/transport/rdma/ibverbs_backend.py",),
+    "mooncake": ("bench/kvstore_bench/peers/mooncake.py",),
     "msgpack": ("kvstore/wire/codec.py",),
     "opentelemetry": ("client/kvstore_client/tracing.py",),
     "pytest": ("kvstore/testing/",),
