@@ -28,12 +28,18 @@ def check_data_dir(path: Path, *, as_json: bool) -> int:
         Exit status: CLEAN only if nothing is damaged.
 
     Raises:
-        InvalidRequest: there is no data at `path`.
+        InvalidRequest: there is no data at `path`, or it may not be read.
         Unavailable: a node has it open, or the drive cannot be read.
         FormatUnsupported: what is there is no store, or of a newer format.
     """
-    file = data_file(path)
-    if not file.exists():
+    try:
+        file = data_file(path)
+        is_there = file.exists()
+    except OSError as error:
+        raise InvalidRequest(
+            f"{path} cannot be looked at ({error.strerror}); run this as the node's user or root"
+        ) from None
+    if not is_there:
         raise InvalidRequest(f"{path} holds no data: {file} does not exist; name the data_dir of a node")
     if as_json:
         report = _check(file, lambda _done, _all: None)
@@ -47,7 +53,7 @@ def check_data_dir(path: Path, *, as_json: bool) -> int:
 
 
 def _check(file: Path, on_progress: Callable[[int, int], None]) -> CheckReport:
-    device = open_device(file, size_bytes=0, mode="threads", create=False, lock_wait_ns=_LOCK_WAIT_NS)
+    device = open_device(file, size_bytes=0, mode="threads", create=False, lock_wait_ns=_LOCK_WAIT_NS, read_only=True)
     try:
         return check_drive(device, name=str(file), on_progress=on_progress)
     except OSError as error:

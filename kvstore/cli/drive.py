@@ -42,9 +42,9 @@ def erase(path: Path, *, ask: Ask) -> dict[str, object]:
 
 
 def _content(path: Path) -> DriveContent:
-    if not path.exists():
-        raise InvalidRequest(f"{path} does not exist; name a data_dir of a node, or its device")
     try:
+        if not path.exists():
+            raise InvalidRequest(f"{path} does not exist; name a data_dir of a node, or its device")
         return look_at(data_file(path))
     except PermissionError as error:
         raise InvalidRequest(f"{path} cannot be read ({error.strerror}); run this as the node's user or root") from None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.device import syscalls
-from kvstore.device.lock import lock_data_file, unlock_data_file
+from kvstore.device.lock import lock_data_file, lock_for_reading, unlock_data_file
 from kvstore.device.transfer import ALIGNMENT_BYTES
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.limits import DEVICE_CLAIM_WAIT_NS, DEVICE_LOCK_WAIT_NS
@@ -37,6 +37,7 @@ class DataFile:
         is_block_device: True for a raw drive.
         direct_io: True when the page cache is bypassed.
         direct_reason: one clause that says why.
+        is_read_only: nothing can be written through it, and the lock is shared with others who only read.
         sector_bytes: the drive's own unit where it is known, else 512.
         file_system: its type by /proc/self/mountinfo, "block device" for a raw drive.
     """
@@ -47,14 +48,16 @@ class DataFile:
         "fd",
         "file_system",
         "is_block_device",
+        "is_read_only",
         "path",
         "sector_bytes",
         "size_bytes",
     )
 
-    def __init__(self, path: str, fd: int) -> None:
+    def __init__(self, path: str, fd: int, *, is_read_only: bool = False) -> None:
         self.path = path
         self.fd = fd
+        self.is_read_only = is_read_only
         self.is_block_device = stat.S_ISBLK(os.fstat(fd).st_mode)
         self.size_bytes = 0
         self.direct_io = False
@@ -158,6 +161,11 @@ class DataFile:
         self._check_open()
         return self.size_bytes if self.is_block_device else os.fstat(self.fd).st_blocks * _BLOCK_UNIT_BYTES
 
+    def lock(self, *, wait_ns: int) -> None:
+        """Keep others away. Raises Unavailable when another process has it for longer than `wait_ns`."""
+        take = lock_for_reading if self.is_read_only else lock_data_file
+        take(self.fd, self.path, wait_ns=wait_ns)
+
     def claim(self) -> None:
         """Go on with an exclusive descriptor of a block device, so that nobody can mount it under us (open(2), O_EXCL).
 
@@ -169,7 +177,7 @@ class DataFile:
         deadline_ns = time.monotonic_ns() + DEVICE_CLAIM_WAIT_NS  # a dying owner's lock goes just before its claim
         while True:
             try:
-                exclusive = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_EXCL)
+                exclusive = os.open(self.path, _flags(self.is_read_only) | os.O_EXCL)
                 break
             except OSError as error:
                 if error.errno != errno.EBUSY or time.monotonic_ns() >= deadline_ns:
@@ -200,6 +208,7 @@ def open_data_file(
     create: bool,
     lock_wait_ns: int = DEVICE_LOCK_WAIT_NS,
     direct_io: bool = True,
+    read_only: bool = False,
 ) -> DataFile:
     """Open and lock a data file and find out what it can do.
 
@@ -209,18 +218,19 @@ def open_data_file(
         create: make the file if it is missing (readable by its owner alone: it holds prompts' KV).
         lock_wait_ns: how long to wait for the last owner, whose writes may still be in flight.
         direct_io: try O_DIRECT; False is for tests and file systems known to be better off without.
+        read_only: open what is there for reading alone, as its rights or its mount may ask for; `create` is False then.
 
     Raises:
         InvalidRequest: no such file, not a file or block device, not allowed, or an impossible size.
         Unavailable: another process has it.
     """
     name = os.fspath(path)
-    file = DataFile(name, _open(name, create=create))
+    file = DataFile(name, _open(name, create=create, read_only=read_only), is_read_only=read_only)
     try:
-        lock_data_file(file.fd, name, wait_ns=lock_wait_ns)
+        file.lock(wait_ns=lock_wait_ns)
         if file.is_block_device:
             file.claim()
-            lock_data_file(file.fd, name, wait_ns=lock_wait_ns)
+            file.lock(wait_ns=lock_wait_ns)
         file.set_size(size_bytes)
         if direct_io:
             file.try_direct_io()
@@ -230,9 +240,14 @@ def open_data_file(
     return file
 
 
-def _open(name: str, *, create: bool) -> int:
+def _flags(read_only: bool) -> int:
+    return os.O_CLOEXEC | (os.O_RDONLY if read_only else os.O_RDWR)
+
+
+def _open(name: str, *, create: bool, read_only: bool) -> int:
+    assert not (create and read_only)
     try:
-        fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+        fd = os.open(name, _flags(read_only) | (os.O_CREAT if create else 0), 0o600)
     except OSError as error:
         hints = {
             errno.ENOENT: "create the store first",
@@ -240,7 +255,8 @@ def _open(name: str, *, create: bool) -> int:
             errno.EACCES: "run this as the node's user or root, or change the owner",
         }
         hint = hints.get(error.errno or 0, "check the path and its owner")
-        raise InvalidRequest(f"{name} cannot be opened for reading and writing ({error.strerror}); {hint}") from error
+        purpose = "reading" if read_only else "reading and writing"
+        raise InvalidRequest(f"{name} cannot be opened for {purpose} ({error.strerror}); {hint}") from error
     mode = os.fstat(fd).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
         os.close(fd)

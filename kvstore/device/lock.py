@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -25,12 +26,36 @@ def lock_data_file(fd: int, path: str, *, wait_ns: int) -> None:
 
     Raises:
         Unavailable: somebody still holds it; the message names the path and, when found, the holder's pid.
+        OSError: the file system cannot lock.
     """
+    _lock(fd, path, fcntl.LOCK_EX, wait_ns=wait_ns)
+
+
+def lock_for_reading(fd: int, path: str, *, wait_ns: int) -> None:
+    """Keep owners away from a data file that is only read, beside others who do so; see `lock_data_file`.
+
+    The lock is a shared one: what is open for reading can have no other on NFS (flock(2)). Where the file system
+    cannot lock, that is logged: whoever reads does no harm without.
+
+    Raises:
+        Unavailable: it has an owner.
+    """
+    try:
+        _lock(fd, path, fcntl.LOCK_SH, wait_ns=wait_ns)
+    except OSError as error:
+        _log.warning(
+            "%s cannot be locked (%s): what a node writes meanwhile would be taken for damage; stop a node that has it",
+            path,
+            error.strerror,
+        )
+
+
+def _lock(fd: int, path: str, kind: int, *, wait_ns: int) -> None:
     deadline_ns = time.monotonic_ns() + wait_ns
     told_ns = time.monotonic_ns() + SECOND_NS
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             now_ns = time.monotonic_ns()
@@ -54,7 +79,8 @@ def _holder_of(fd: int) -> str:
 
 def unlock_data_file(fd: int) -> None:
     """Give the lock back. Done explicitly: a ring that is being torn down keeps the open file for a while."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
+    with suppress(OSError):  # a file system that cannot lock has none to give back
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def lock_holder_pid(fd: int) -> int | None:

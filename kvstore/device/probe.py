@@ -29,6 +29,7 @@ def open_device(
     create: bool = True,
     lock_wait_ns: int = DEVICE_LOCK_WAIT_NS,
     direct_io: bool = True,
+    read_only: bool = False,
     metrics: DeviceMetrics | None = None,
 ) -> Device:
     """Open, lock and drive a regular file or block device.
@@ -41,6 +42,7 @@ def open_device(
         create: make a missing file.
         lock_wait_ns: how long the last owner may take to let go.
         direct_io: bypass the page cache where the file system can.
+        read_only: see `open_data_file`.
         metrics: where the device counts what it had to repeat.
 
     Raises:
@@ -52,7 +54,14 @@ def open_device(
         raise InvalidRequest(f"device mode {mode!r} is unknown; use one of: {', '.join(MODES)}")
     if not 1 <= depth <= QUEUE_DEPTH_MAX:
         raise InvalidRequest(f"queue depth {depth} is out of range; use 1 to {QUEUE_DEPTH_MAX}")
-    file = open_data_file(path, size_bytes=size_bytes, create=create, lock_wait_ns=lock_wait_ns, direct_io=direct_io)
+    file = open_data_file(
+        path,
+        size_bytes=size_bytes,
+        create=create,
+        lock_wait_ns=lock_wait_ns,
+        direct_io=direct_io,
+        read_only=read_only,
+    )
     try:
         return _drive(file, mode=mode, depth=depth, metrics=metrics)
     except BaseException:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.cluster.node_file import replace_file
+from kvstore.doctor.storage_reading import existing_place, mount_of
+from kvstore.doctor.system import LinuxSystem
 from kvstore.errors import InvalidRequest, Unavailable
 
 log = logging.getLogger(__name__)
@@ -81,6 +83,23 @@ def _prepare_folder(path: Path) -> None:
     except FileExistsError:
         raise InvalidRequest(f"data_dir {path} is a file; name a folder or a block device") from None
     except OSError as error:
-        raise InvalidRequest(f"data_dir {path} cannot be made: {error.strerror}; name a folder you may write") from None
+        fix = _fix_of_mount(path) or "name a folder you may write"
+        raise InvalidRequest(f"data_dir {path} cannot be made: {error.strerror}; {fix}") from None
     if not os.access(path, os.W_OK | os.X_OK):
-        raise InvalidRequest(f"data_dir {path} is not writable; change its rights or mount, or name another folder")
+        fix = _fix_of_mount(path) or "change its rights, or name another folder"
+        raise InvalidRequest(f"data_dir {path} is not writable; {fix}")
+
+
+def _fix_of_mount(path: Path) -> str:
+    """What to do where its file system is mounted read-only; "" where it is not, or cannot be asked."""
+    try:
+        found = existing_place(path.absolute())
+        if not os.statvfs(found).f_flag & os.ST_RDONLY:
+            return ""
+        _, point, _ = mount_of(LinuxSystem(), found.stat().st_dev, str(found.resolve()))
+    except OSError:
+        return ""
+    return (
+        f"{point} is mounted read-only: `mount -o remount,rw {point}` as root, or name another folder "
+        "(`kvstore check` can read a store that lies there)"
+    )
