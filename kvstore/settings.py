@@ -345,19 +345,22 @@ def inspect_node_settings(
 ) -> tuple[NodeSettings, tuple[str, ...]]:
     """The settings as far as they are sound, for a program that tells what is wrong instead of refusing.
 
-    What is malformed has its default, a missing data_dir is empty and a missing capacity 0.
+    What is malformed has its default, a missing data_dir is empty and a missing capacity 0. A file that cannot be read
+    or parsed is a fault, and counts as empty.
 
     Returns:
         The settings, and one line for each fault; a missing data_dir or capacity is none.
-
-    Raises:
-        InvalidRequest: the file of `config` cannot be read or parsed.
     """
     given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     path = config or (Path(found) if (found := os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG")) else None)
-    from_file = _read_config(path) if path else {}
+    faults: tuple[str, ...] = ()
+    from_file: dict[str, Any] = {}
+    try:
+        from_file = _read_config(path) if path else {}
+    except InvalidRequest as error:
+        faults = (str(error),)
     inspected = _inspect(given, path, from_file)
-    return inspected.settings, inspected.faults
+    return inspected.settings, (*faults, *inspected.faults)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,7 +443,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise InvalidRequest(f"config file {path} cannot be read: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"config file {path} is not valid TOML: {error}") from error
 
 

@@ -26,9 +26,6 @@ def run_doctor(flags: Mapping[str, object], *, config: Path | None, as_json: boo
 
     Returns:
         Exit status: NOTHING_FAILS unless some finding is failing; warnings do not count.
-
-    Raises:
-        InvalidRequest: the configuration file cannot be read or parsed.
     """
     findings = examine(flags, config=config, more_faults=_faults_of_tenants)
     if as_json:

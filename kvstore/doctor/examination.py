@@ -52,9 +52,6 @@ def examine(
         system: the machine to read from; None is this one.
         more_faults: what else would keep a node with these settings from starting, one line each: of files that only
             the server can read.
-
-    Raises:
-        InvalidRequest: the file of `config` cannot be read or parsed.
     """
     system = system or LinuxSystem()
     settings, faults = inspect_node_settings(flags, config=config)

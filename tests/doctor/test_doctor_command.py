@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 import kvstore.doctor
 from kvstore.cli.doctor import JSON_VERSION, json_of
-from kvstore.cli.main import EXIT_INVALID
 from kvstore.doctor.examination import examine
 from kvstore.doctor.finding import Finding, Fix, Status, worst
 from kvstore.doctor.start import examine_start
+from kvstore.errors import InvalidRequest
 from kvstore.settings import NodeSettings, inspect_node_settings, load_node_settings
 from kvstore.testing.fake_system import FakeSystem
 from kvstore.testing.loop_lab import LoopLab
@@ -148,10 +148,25 @@ def test_settings_come_from_the_file_too(tmp_path: Path) -> None:
     _, found = report("--config", str(config), "--metrics-port", "0")
     assert "colour is not a setting" in line(found, "settings")["found"]
     assert line(found, "space")["needed"] == "capacity 64 MiB"
-    config.write_text("= broken")
-    done = run_doctor("--config", str(config))
-    assert done.returncode == EXIT_INVALID
-    assert "is not valid TOML" in done.stderr
+
+
+def test_a_file_that_cannot_be_read_is_a_finding_beside_the_others(tmp_path: Path) -> None:
+    config = tmp_path / "node.toml"
+    for content, words in (
+        (None, f"config file {config} cannot be read: No such file or directory"),
+        (b"= broken", f"config file {config} is not valid TOML"),
+        (b'data_dir = "/\xff"', f"config file {config} is not valid TOML"),
+    ):
+        if content is not None:
+            config.write_bytes(content)
+        status, found = report("--config", str(config), "--data-dir", str(tmp_path), "--capacity", "64MiB", *FREE_PORTS)
+        assert status == 1
+        assert (line(found, "settings")["status"], found["status"]) == ("failing", "failing")
+        assert words in line(found, "settings")["found"]
+        assert line(found, "space")["needed"] == "capacity 64 MiB", "what flags say counts"
+        with pytest.raises(InvalidRequest, match=f"config file {config}"):
+            load_node_settings({}, config=config)
+    assert "is not valid TOML" in run_doctor("--config", str(config)).stdout
 
 
 def test_what_serve_would_refuse_is_a_fault_of_the_settings(tmp_path: Path) -> None:
