@@ -434,7 +434,7 @@ def new_token(
     from kvstore.types.secret import write_new_token
 
     sha256 = hash_of(write_new_token(file)).hex()
-    _tell(as_json, {"file": str(file), "sha256": sha256}, f'sha256 = "{sha256}"')
+    _tell(as_json, {"file": str(file), "sha256": sha256}, sha256)
 
 
 @tenants_app.command("hash")
@@ -447,7 +447,7 @@ def hash_token(
     from kvstore.types.secret import read_token
 
     sha256 = hash_of(read_token(file)).hex()
-    _tell(as_json, {"file": str(file), "sha256": sha256}, f'sha256 = "{sha256}"')
+    _tell(as_json, {"file": str(file), "sha256": sha256}, sha256)
 
 
 @app.command()

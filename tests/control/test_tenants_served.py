@@ -333,3 +333,8 @@ def test_tokens_are_drawn_and_hashed_by_command(tmp_path: Path) -> None:
     drawn = kvstore("tenants", "new-token", str(tmp_path / "token"), "--json")
     hashed = kvstore("tenants", "hash", str(tmp_path / "token"), "--json")
     assert json.loads(drawn.stdout) == json.loads(hashed.stdout)
+    alone = kvstore("tenants", "hash", str(tmp_path / "token"))
+    assert alone.stdout == f"{json.loads(drawn.stdout)['sha256']}\n", "a shell takes it as it is"
+    assert kvstore("tenants", "new-token", str(tmp_path / "other")).stdout == (
+        kvstore("tenants", "hash", str(tmp_path / "other")).stdout
+    )
