@@ -22,7 +22,7 @@ from kvstore_client.match import MatchView
 from kvstore_client.namespace_handle import NamespaceKeys
 from kvstore_client.options import DURABILITIES, WAITS, ClientOptions, choice, deadline_after, group_of, pin_ttl_ns
 from kvstore_client.outcomes import count_stores
-from kvstore_client.planner import Keys, as_chain
+from kvstore_client.planner import Keys, chain_in
 from kvstore_client.process import ProcessState
 from kvstore_client.ranges import Ranges
 from kvstore_client.read_shape import incoming_records
@@ -193,7 +193,7 @@ class AsyncNamespace(NamespaceKeys):
         if soft_deadline is not None:
             soft_ns = self._deadline_ns(soft_deadline, name="soft_deadline")
             is_soft, until_ns = soft_ns < until_ns, min(soft_ns, until_ns)
-        chain = as_chain(keys, chunks_per_run=self.layout.chunks_per_run)
+        chain = chain_in(self.namespace, keys)
         refuse_repeated(buffers)
         shape = self._shape(len(chain), shards=shards, part=part, layers=layers, ranges=ranges)
         rows = incoming_records(shape, buffers, content_ids, key_count=len(chain))

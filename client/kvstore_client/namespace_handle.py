@@ -24,7 +24,7 @@ from kvstore_client.match import Match
 from kvstore_client.options import DURABILITIES, WAITS, choice, deadline_after, group_of, pin_ttl_ns
 from kvstore_client.pins import PinHold
 from kvstore_client.placed_lane import PlacedLane
-from kvstore_client.planner import Keys, all_record_keys, as_chain
+from kvstore_client.planner import Keys, all_record_keys, chain_in
 from kvstore_client.ranges import Ranges
 from kvstore_client.rdma_places import goes_by_rdma
 from kvstore_client.read_shape import ReadShape, incoming_records, shape_of
@@ -290,8 +290,8 @@ class BoundNamespace(NamespaceKeys):
             One Hit or Miss per key, in order.
 
         Raises:
-            InvalidRequest: Memory that is read-only, given twice or of the wrong length (the item is named), ranges
-                outside the record, unknown shards or parts. Nothing was sent then.
+            InvalidRequest: Keys of another namespace; memory that is read-only, given twice or of the wrong length (the
+                item is named); ranges outside the record, unknown shards or parts. Nothing was sent then.
         """
         quick: Begun | int = 0
         session = self._client.session()
@@ -319,7 +319,7 @@ class BoundNamespace(NamespaceKeys):
             quick = done
         begun = quick if isinstance(quick, Begun) else None
         with handing_over(session.driver, begun) as held:
-            chain = as_chain(keys, chunks_per_run=self.layout.chunks_per_run)
+            chain = chain_in(self.namespace, keys)
             refuse_repeated(buffers)
             shape = self._shape(len(chain), shards=shards, part=part, layers=layers, ranges=ranges)
             until_ns = (quick.deadline_ns if isinstance(quick, Begun) else quick) or self._deadline_ns(deadline)

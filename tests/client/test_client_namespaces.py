@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 
 from kvstore.errors import InvalidRequest
 from kvstore.types.keys import KeyChain
-from kvstore_client import Exists, KVClient, Stored
+from kvstore_client import AsyncKVClient, Exists, Hit, KVClient, Stored
 
 
 def test_keys_of_another_namespace_are_refused(node, opaque) -> None:
@@ -24,6 +25,32 @@ def test_keys_of_another_namespace_are_refused(node, opaque) -> None:
                     call(keys)
             with pytest.raises(InvalidRequest, match="keys never match across namespaces"):
                 ns.put(keys, [b"x"] * len(keys))
+            with pytest.raises(InvalidRequest, match=f"{keys.namespace_digest.hex()[:16]}.*{ns.digest.hex()[:16]}"):
+                ns.get_into(keys, [bytearray(1) for _ in keys])
+
+
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+def test_one_key_of_another_namespace_is_refused_where_reads_are_quick(node, opaque, transport) -> None:
+    with KVClient.connect(node.address, transport=transport) as client:
+        ns = client.namespace(opaque)
+        mine, foreign = (one.keys(list(range(16))) for one in (opaque, replace(opaque, model="another")))
+        ns.put(mine, [b"x"])
+        memory = client.alloc(1)
+        for _ in range(2):  # the second goes by the lane that the first has made
+            assert isinstance(ns.get_into(mine, [memory])[0], Hit)
+            assert isinstance(ns.get_into(KeyChain(mine.digests), [memory])[0], Hit)
+        with pytest.raises(InvalidRequest, match="keys never match across namespaces"):
+            ns.get_into(foreign, [memory])
+
+
+def test_the_asynchronous_client_refuses_them_too(node, opaque) -> None:
+    async def read() -> None:
+        async with await AsyncKVClient.connect(node.address) as client:
+            foreign = client.namespace(replace(opaque, model="another")).keys(list(range(16)))
+            with pytest.raises(InvalidRequest, match="keys never match across namespaces"):
+                await client.namespace(opaque).get_into(foreign, [bytearray(1)])
+
+    asyncio.run(read())
 
 
 def test_keys_of_which_nothing_is_known_are_taken(node, opaque) -> None:
