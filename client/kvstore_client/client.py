@@ -161,10 +161,13 @@ class KVClient:
         return self.session().core.memory
 
     def transports(self) -> Mapping[str, str]:
-        """For each target "shm", "rdma" and the port, or "tcp" and why; as far as this process has connected to it."""
+        """For each target "shm", "rdma" and the port, "tcp" and why, or "none" and why the required way cannot be had.
+
+        Targets of which that is not known yet, since this process has not connected to them, are left out.
+        """
         core = self.session().core
         targets = set(core.target_ids())  # other connections only ask for the view
-        return {link.id: link.words_of_way() for link in core.links() if link.id in targets and link.local.is_known}
+        return {link.id: words for link in core.links() if link.id in targets and (words := link.words_of_way())}
 
     def stats(self) -> Mapping[str, int]:
         """The client's counters by name (see `kvstore_client.stats.Counters`), this process's only."""

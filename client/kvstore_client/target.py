@@ -358,10 +358,17 @@ class TargetLink:
         return shared | (Feature.RDMA if self.rdma.is_wanted else Feature.NONE)
 
     def words_of_way(self) -> str:
-        """How payload goes, for people: "shm", "rdma" with the port, or "tcp" and why."""
-        if self.local.path or self.rdma.port is None:
-            return "; ".join(filter(None, (self.local.words(), self.rdma.reason)))
-        return ": ".join(filter(None, (f"rdma {self.rdma.port.name}", self.rdma.reason)))
+        """How payload goes, for people: "shm", "rdma" with the port, or "tcp" and why.
+
+        "none" and why where one way is required and cannot be had; "" where that is not known yet.
+        """
+        if not self.local.path and self.rdma.port is not None:
+            return ": ".join(filter(None, (f"rdma {self.rdma.port.name}", self.rdma.reason)))
+        if need := self.words_of_need():
+            return f"none: {need.removeprefix('; ')}"
+        if self.rdma.is_required or not self.local.is_known:
+            return ""
+        return "; ".join(filter(None, (self.local.words(), self.rdma.reason)))
 
     def is_news(self, namespace: bytes) -> bool:
         """Whether the node was not told yet how many copies a namespace wants, as far as is known."""

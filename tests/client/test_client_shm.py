@@ -144,6 +144,8 @@ def test_without_a_socket_auto_falls_back_and_shm_fails(tmp_path: Path, caplog: 
             (result,) = ns.put(ns.keys(list(range(16))), [bytes(CHUNK)])
             assert isinstance(result, Refused)
             assert "transport shm cannot be used" in result.detail
+            (words,) = client.transports().values()
+            assert words.startswith("none: transport shm cannot be used: the node has no socket"), words
 
 
 def test_freed_memory_is_let_go_of(served: Ready, client: KVClient) -> None:

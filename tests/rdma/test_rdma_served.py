@@ -318,9 +318,11 @@ def test_a_client_without_a_port_falls_back_once_with_auto_and_fails_with_rdma(c
         assert client.stats()["rdma_fallbacks"] == 1
     with connect(town, "rdma") as client:
         client.session().core.rdma.open_with(refuse)
+        assert client.transports() == {}, "nothing has been agreed on yet"
         ns = namespace_of(client)
         [outcome] = ns.put(ns.keys(list(range(16))), [noise(CHUNK, 1)])
         assert "no RDMA device here" in outcome.detail
+        assert client.transports() == {"t0": "none: transport rdma cannot be used: no RDMA device here"}
         with pytest.raises(Unavailable, match="no RDMA device here"):
             client.check_ways()
 
