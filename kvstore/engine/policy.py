@@ -262,11 +262,14 @@ class EvictionRest:
     Attributes:
         failed: what the drive failed with, until its log has been written to again; None for a lack of space.
         unerased: victims in a row that the drive would not erase.
+        is_on_trial: such victims stand between the drive and puts, and the wait for the next is over: it is evicted
+            when puts need room, and is the only one that can tell how the drive is now.
     """
 
     def __init__(self) -> None:
         self.failed: OSError | None = None
         self.unerased = 0
+        self.is_on_trial = False
         self._erase_failed: OSError | None = None
         self._until_ns = 0
 
@@ -305,7 +308,9 @@ class EvictionRest:
             rests = unerased - _UNERASED_MAX
             wait_ns = min(SPACE_RETRY_NS_MIN << min(rests, 16), SPACE_RETRY_NS_MAX) if rests >= 0 else 0
             self._until_ns = now_ns + wait_ns
-        if self.failed is None and now_ns >= self._until_ns:
+        may_evict = self.failed is None and now_ns >= self._until_ns
+        self.is_on_trial = may_evict and self.unerased >= _UNERASED_MAX
+        if may_evict:
             return ""
         return f"the drive takes no writes: {self.fault}; replace the drive"
 

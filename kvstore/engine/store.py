@@ -403,6 +403,11 @@ class Store:
         error = self.log.failed or self.allocator.failed
         return self._rest.fault if error is None else str(error)
 
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether only puts can tell that the drive takes writes again, in spite of `write_fault`."""
+        return self._rest.is_on_trial and self.log.failed is None and self.allocator.failed is None
+
     def _make_room(self, now_ns: int) -> None:
         """Evict a segment if room, space or the log asks for it, or what a tenant has above its quota."""
         if self.reclaimer.running or self.trimmer.running:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvstore.device.health import DriveHealth
 from kvstore.engine.api import (
     Engine,
     MatchOutcome,
@@ -276,14 +277,14 @@ class DriveSet:
             raise_generation(engine, ref, newest, lambda: None)
 
     def _home(self, head: bytes) -> DriveEngine:
-        """The drive of a run: the first of its ranking that takes puts. Drives of one worker have one capacity, so none
-        weighs more."""
+        """The drive of a run: the first of its ranking that takes puts, or is to be tried with them. Drives of one
+        worker have one capacity, so none weighs more."""
         scores = [digest(b"kvstore.drive.v1", head, name) for name in self._names]
         best = self._engines[scores.index(max(scores))]
-        if best.takes_puts:
+        if _may_have_puts(best):
             return best
         ranked = sorted(zip(scores, self._engines, strict=True), key=lambda pair: pair[0], reverse=True)
-        return next((engine for _, engine in ranked if engine.takes_puts), best)
+        return next((engine for _, engine in ranked if _may_have_puts(engine)), best)
 
     def _add_pin(self, client_id: bytes, pins: Sequence[tuple[Engine, int]]) -> int:
         if len(self._pins) >= PINS_MAX:
@@ -292,6 +293,11 @@ class DriveSet:
         self._last_pin += 1
         self._pins[self._last_pin] = client_id, pins
         return self._last_pin
+
+
+def _may_have_puts(engine: DriveEngine) -> bool:
+    is_tried = engine.store.is_on_trial and engine.health is not DriveHealth.FAILED
+    return engine.takes_puts or is_tried
 
 
 class _Countdown:

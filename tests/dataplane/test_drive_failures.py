@@ -13,7 +13,7 @@ import pytest
 from kvstore.engine.engine import DriveEngine, EngineSettings
 from kvstore.engine.job import Steps
 from kvstore.engine.told import raise_generation
-from kvstore.limits import DEVICE_FAILED_AFTER_ERRORS, SECOND_NS, MiB
+from kvstore.limits import DEVICE_FAILED_AFTER_ERRORS, SECOND_NS, SPACE_RETRY_NS_MIN, MiB
 from kvstore.server.drive_set import DriveSet
 from kvstore.server.drives import Drive
 from kvstore.server.worker_verbs import Started, WorkerVerbs
@@ -66,6 +66,25 @@ def test_puts_go_to_the_drive_that_takes_them(drives: list[Drive]) -> None:
     held = [len(drive.engine.catalog.index) for drive in drives]
     assert held == [0, len(KEYS)]
     assert client.get(NAMESPACE.digest, KEYS)[1] == dict(enumerate(VALUES))
+    lab.turn_until(lambda: all(drive.engine.idle for drive in drives))
+    lab.close()
+
+
+def test_a_drive_that_erased_nothing_is_tried_with_puts_after_a_while(drives: list[Drive]) -> None:
+    lab = PlaneLab(DriveSet([(drive.id, drive.engine) for drive in drives]))
+    client = lab.client()
+    client.register(NAMESPACE.manifest())
+    engine, now_ns = drives[0].engine, time.monotonic_ns()
+    engine.store.reclaimer.unerased, engine.store.reclaimer.erase_failed = 2, OSError(errno.EIO, "no")
+    engine.poll(now_ns)
+    half = len(KEYS) // 2
+    client.put(NAMESPACE.digest, KEYS[:half], VALUES[:half])
+    assert [len(drive.engine.catalog.index) for drive in drives] == [0, half]
+    engine.poll(now_ns + 2 * SPACE_RETRY_NS_MIN)
+    assert drives[0].describe()["state"] == "failed", "until it has erased a segment"
+    client.put(NAMESPACE.digest, KEYS[half:], VALUES[half:])
+    held = [len(drive.engine.catalog.index) for drive in drives]
+    assert held[0] > 0
     lab.turn_until(lambda: all(drive.engine.idle for drive in drives))
     lab.close()
 

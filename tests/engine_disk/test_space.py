@@ -16,14 +16,15 @@ from kvstore.engine.check import check_drive
 from kvstore.engine.job import Steps, start
 from kvstore.engine.location import location_segment
 from kvstore.engine.namespaces import index_keys
+from kvstore.engine.policy import choose_victim
 from kvstore.engine.sealed import read_index
 from kvstore.engine.segment import SegmentState
 from kvstore.engine.superblock import default_segment_bytes
 from kvstore.errors import InvalidRequest
-from kvstore.limits import PAGE_BYTES, SECOND_NS, GiB, KiB, MiB
+from kvstore.limits import PAGE_BYTES, SECOND_NS, SPACE_RETRY_NS_MIN, GiB, KiB, MiB
 from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice
 from kvstore.testing.store_rig import StoreRig
-from kvstore.types.results import Refused, RefusedReason, Stored
+from kvstore.types.results import Exists, Refused, RefusedReason, Stored
 
 
 def key_of(number: int) -> bytes:
@@ -331,6 +332,47 @@ def test_a_full_drive_that_takes_no_more_writes_serves_what_it_holds(code: int, 
     again = reopened(rig)
     assert all(again.get(ref, key_of(n)) in (None, payload_of(n)) for n in (*range(1200), *range(3000, 3100)))
     assert again.recount_bytes() == again.ledger.live_bytes == rig.ledger.live_bytes
+
+
+def test_two_segments_that_can_never_be_erased_do_not_keep_a_drive_from_puts() -> None:
+    """A worker with other drives gives it none meanwhile, so nothing but time can bring them back."""
+    device = FaultyDevice(MemoryDevice(size_bytes=16 * MiB))
+    rig = StoreRig(device, segment_bytes=1 * MiB)
+    ref = rig.namespace()
+    store, numbers = rig.store, iter(range(10_000))
+
+    def put() -> Stored | Exists | Refused:
+        number = next(numbers)
+        return rig.put(ref, key_of(number), payload_of(number))
+
+    while not rig.metrics.evicted_segments:
+        assert isinstance(put(), Stored)
+    rig.settle()
+    left = store.reclaimer.candidates()
+    for _ in range(2):
+        victim = choose_victim(store.ledger.catalog.scores, left)
+        assert victim is not None
+        left = left[left != victim]
+        at = store.table.offset(victim)
+        device.inject(Fault(action=FaultAction.ERROR, kind=IoKind.WRITE, start=at, end=at + 4096, times=None))
+    while store.table.in_state_count[SegmentState.BAD] < 2:
+        put()
+    rig.settle()
+    assert "2 segments that were to make room were not erased" in store.write_fault
+    assert not store.is_on_trial
+    rig.now_ns += SPACE_RETRY_NS_MIN
+    for _ in range(4):
+        rig.poll()
+    assert store.is_on_trial, "nobody puts, and it is time"
+    assert store.write_fault, "it stays said"
+    held = [n for n in range(300) if rig.location(ref, key_of(n))]
+    rig.settle()
+    assert held == [n for n in range(300) if rig.location(ref, key_of(n))], "nothing is given up before puts come"
+    outcomes = [put() for _ in range(40)]
+    assert isinstance(outcomes[-1], Stored), outcomes[-1]
+    rig.settle()
+    assert not store.write_fault, "a third segment was erased"
+    assert not store.is_on_trial
 
 
 def test_a_drive_that_turns_read_only_before_it_is_full_goes_on_serving() -> None:

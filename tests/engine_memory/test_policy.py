@@ -256,11 +256,16 @@ def test_nothing_is_evicted_while_the_log_fails_or_segments_in_a_row_cannot_be_e
     waits, now_ns = [], 10
     for unerased in range(2, 12):
         assert "erase" in why(None, unerased=unerased, now_ns=now_ns)
+        assert not rest.is_on_trial
         began_ns = now_ns
         while why(None, unerased=unerased, now_ns=now_ns):
             now_ns += SPACE_RETRY_NS_MIN
         waits.append(now_ns - began_ns)
         assert "[Errno 5] no" in rest.fault, "it stays said while the next is tried"
+        assert rest.is_on_trial
+        assert why(broken, unerased=unerased, now_ns=now_ns), "its log fails"
+        assert not rest.is_on_trial
     assert waits == [min(SPACE_RETRY_NS_MIN << at, SPACE_RETRY_NS_MAX) for at in range(10)]
     assert not why(None, unerased=0, now_ns=now_ns), "one was erased"
     assert not rest.fault
+    assert not rest.is_on_trial
