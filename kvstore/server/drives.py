@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import stat
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvstore.device.health import DriveHealth
 from kvstore.engine.api import Engine
@@ -21,40 +19,12 @@ from kvstore.errors import KVStoreError, Unavailable
 from kvstore.limits import SECOND_NS, STAGING_BYTES_MIN, MiB
 from kvstore.server.drive_set import DriveSet
 from kvstore.server.launch import WorkerLaunch
+from kvstore.server.store_file import StoreFile
 from kvstore.wire.codec import Plain
 
 log = logging.getLogger(__name__)
 
 _PROGRESS_NS = 5 * SECOND_NS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreFile:
-    """Which file a store lies in: another one may be found under its path later, or none."""
-
-    path: Path
-    device: int
-    inode: int
-
-    @classmethod
-    def of(cls, drive: str) -> StoreFile | None:
-        """That of a drive as it is now; None for a raw device, and where it cannot be asked for."""
-        path = data_file(drive)
-        try:
-            found = path.stat()
-        except OSError:
-            return None
-        return cls(path=path, device=found.st_dev, inode=found.st_ino) if stat.S_ISREG(found.st_mode) else None
-
-    def is_there(self) -> bool:
-        """Whether it can still be found; True where that cannot be told."""
-        try:
-            found = self.path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:
-            return True
-        return (found.st_dev, found.st_ino) == (self.device, self.inode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
