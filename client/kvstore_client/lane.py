@@ -235,7 +235,7 @@ class Lanes:
         if type(keys) is not KeyChain or len(buffers) != 1:
             return 0
         key = keys.digests
-        if len(key) != DIGEST_BYTES or keys.namespace_digest not in (self._namespace, b""):
+        if len(key) != DIGEST_BYTES or (keys.namespace_digest != self._namespace and keys.namespace_digest):
             return 0
         view = buffers[0]
         if type(view) is not memoryview or view.readonly or view.ndim != 1 or view.format != "B" or not view.contiguous:

@@ -365,7 +365,7 @@ class ServedSuite:
         assert {one.reason for one in outcomes if isinstance(one, Miss)} == {MissReason.ABSENT}
         assert stock.check(outcomes) == 3
         other = namespace_of(client)  # that no node has heard of
-        assert other.get_into(stock.keys, stock.buffers) == [Miss(MissReason.ABSENT)] * 6
+        assert other.get_into(other.keys(list(range(TOKENS * 6))), stock.buffers) == [Miss(MissReason.ABSENT)] * 6
 
     def test_a_bad_item_fails_alone_or_before_anything_is_sent(self, client: KVClient) -> None:
         stock = Stock(client, 2)
