@@ -157,6 +157,7 @@ REGIONS_SHARE_OF_FILES: Final = 0.5  # of the open files that are allowed: conne
 ALLOCATED_OF_FREE_MAX: Final = 0.9  # of the memory that is free, what one allocation may take at once
 REGION_BYTES_PER_CLIENT_MAX: Final = 64 * GiB  # mapped for one process; page tables of it take 1/512
 REGION_BYTES_MAX: Final = 256 * GiB  # mapped for all clients of a worker
+UNMAP_PIECE_BYTES: Final = 4 * MiB  # of a client's memory, at once: about .6 ms, in which nobody else maps any
 BOUNCE_BYTES_MAX: Final = 64 * MiB  # of a connection: through it come records for memory that is not shared
 BOUNCE_BYTES_ALL_MAX: Final = 512 * MiB  # of a client's connections together
 REGION_DESCRIPTORS_WAITING_MAX: Final = 16  # received and not claimed by a REGION yet

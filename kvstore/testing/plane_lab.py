@@ -120,6 +120,7 @@ class PlaneLab:
     def close(self) -> None:
         """Closes the data plane and its loop."""
         self.plane.close()
+        self.plane.shared_memory.close()
         self.loop.close()
 
 

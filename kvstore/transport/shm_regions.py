@@ -1,17 +1,17 @@
 """The memory that clients share with this node: what is mapped for whom, within bounds.
 
 A region lives until its connection drops it, and its mapping until nothing uses it any more: a device read that is
-under way holds a view of it, so the memory stays where the drive writes to even after the client was killed. The bounds
-count mappings, not regions.
+under way holds a view of it, so the memory stays where the drive writes to even after the client was killed. Then it is
+unmapped, in a thread (`shm_unmapping`). The bounds count mappings, not regions.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import resource
-import weakref
+import threading
 from collections import defaultdict
+from functools import partial
 
 from kvstore.errors import Overloaded
 from kvstore.limits import (
@@ -25,6 +25,7 @@ from kvstore.limits import (
 )
 from kvstore.transport.regions import RegionTable
 from kvstore.transport.shm import Peer, open_memory
+from kvstore.transport.shm_unmapping import Unmapper
 from kvstore.wire.shared import Place
 
 
@@ -58,9 +59,16 @@ class MappedMemory:
         self._regions_max = regions_max
         self._client_regions_max = client_regions_max
         self._of_peer: defaultdict[Peer, tuple[int, int]] = defaultdict(lambda: (0, 0))  # bytes, regions
+        self._counting = threading.Lock()  # what is mapped is counted by the loop, what is unmapped by the thread
+        self._unmapper = Unmapper()
 
-    def map(self, fd: int, length_bytes: int, peer: Peer) -> mmap.mmap:
-        """Maps a client's memory. Raises Overloaded over a bound, else as `open_memory`."""
+    def map(self, fd: int, length_bytes: int, peer: Peer) -> memoryview:
+        """Maps a client's memory, until the last view of it is gone.
+
+        Raises:
+            Overloaded: A bound.
+            InvalidRequest, Unavailable: As `open_memory`.
+        """
         own_bytes, own_regions = self._of_peer.get(peer, (0, 0))
         if own_bytes + length_bytes > self._client_bytes_max:
             raise Overloaded(
@@ -82,19 +90,30 @@ class MappedMemory:
                 f"{self.mapped_regions} regions are shared by all clients, the limit is {self._regions_max}: close "
                 "clients that are done, let some use transport tcp, or raise the limit on open files (ulimit -Hn)"
             )
+        try:
+            self._unmapper.start()
+        except RuntimeError as error:
+            raise Overloaded(
+                f"memory cannot be shared without a thread that unmaps it ({error}): raise the limit on processes "
+                "(ulimit -u, pids.max), or use transport tcp"
+            ) from None
         mapped = open_memory(fd, length_bytes)
         self._count(length_bytes, 1, peer)
-        weakref.finalize(mapped, self._count, -length_bytes, -1, peer).atexit = False
-        return mapped
+        return self._unmapper.lend(mapped, partial(self._count, -length_bytes, -1, peer))
+
+    def close(self) -> None:
+        """Waits until all that is not used any more is unmapped. Idempotent."""
+        self._unmapper.close()
 
     def _count(self, length_bytes: int, regions: int, peer: Peer) -> None:
-        self.mapped_bytes += length_bytes
-        self.mapped_regions += regions
-        own_bytes, own_regions = self._of_peer[peer]
-        if own_regions + regions:
-            self._of_peer[peer] = own_bytes + length_bytes, own_regions + regions
-        else:
-            del self._of_peer[peer]
+        with self._counting:
+            self.mapped_bytes += length_bytes
+            self.mapped_regions += regions
+            own_bytes, own_regions = self._of_peer[peer]
+            if own_regions + regions:
+                self._of_peer[peer] = own_bytes + length_bytes, own_regions + regions
+            else:
+                del self._of_peer[peer]
 
 
 class Regions:
@@ -119,7 +138,7 @@ class Regions:
         """
         try:
             self._table.check_new(region)
-            self._table.add(region, memoryview(self._memory.map(fd, length_bytes, self._peer)), length_bytes)
+            self._table.add(region, self._memory.map(fd, length_bytes, self._peer), length_bytes)
         finally:
             os.close(fd)
 

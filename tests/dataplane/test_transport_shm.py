@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from kvstore.limits import (
 from kvstore.server.batch import unpack_u32
 from kvstore.testing.transport_suite import Conditions, Joint, TransportSuite
 from kvstore.transport.base import FetchEvents, Landing, NodeChannel
-from kvstore.transport.shm import Peer, create_memory, memory_defect, open_memory, peer_of
+from kvstore.transport.shm import Peer, create_memory, memory_defect, open_memory, peer_of, unmap
 from kvstore.transport.shm_node import DescriptorSocket, ShmNodeChannel
 from kvstore.transport.shm_regions import MappedMemory, Regions, regions_max
 from kvstore.transport.tcp import TcpChannel
@@ -101,6 +102,7 @@ class SocketJoint:
     def close(self) -> None:
         self._client.close()
         self.node.close()
+        self.mapped.close()
 
     def _take(self, frame: Frame) -> None:
         self.arrived += frame.slices
@@ -213,7 +215,11 @@ def memfd(length_bytes: int, *, seals: int = SHRINK | GROW, allocate: bool = Tru
 def regions() -> Iterator[Regions]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        yield Regions(MappedMemory(), peer_of(ours))
+        memory = MappedMemory()
+        made = Regions(memory, peer_of(ours))
+        yield made
+        made.close()
+        memory.close()
 
 
 @pytest.mark.parametrize(
@@ -326,11 +332,58 @@ def test_bounds_hold_and_count_what_is_mapped() -> None:
     assert memory.mapped_bytes == 4 * MiB, "a device read still goes there"
     in_flight[:] = b"z" * MiB
     del in_flight
+    memory.close()  # waits
     assert memory.mapped_bytes == 2 * MiB
     second.close()
+    memory.close()
     assert memory.mapped_bytes == 0
     ours.close()
     theirs.close()
+
+
+def mappings_of(inode: int) -> int:
+    return sum(f" {inode} " in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_who_drops_memory_does_not_wait_until_it_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 GiB takes up to .4 s, in which the loop would serve nobody."""
+    go_on, began = threading.Event(), threading.Event()
+
+    def waits(mapped: mmap.mmap) -> None:
+        began.set()
+        assert go_on.wait(30)
+        unmap(mapped)
+
+    monkeypatch.setattr("kvstore.transport.shm_unmapping.unmap", waits)
+    memory = MappedMemory()
+    regions = Regions(memory, Peer(pid=1, uid=0))
+    fd = create_memory(9 * MiB)
+    inode = os.fstat(fd).st_ino
+    regions.add(1, fd, 9 * MiB)
+    view = regions.view(Place(1, MiB, MiB))
+    view[:] = b"a" * MiB
+    regions.drop(1)
+    assert not began.is_set()
+    assert mappings_of(inode) == 1, "a device read still goes there"
+    view[:] = b"b" * MiB
+    del view  # returns while the thread is at it
+    assert began.wait(30)
+    assert (memory.mapped_bytes, mappings_of(inode)) == (9 * MiB, 1)
+    go_on.set()
+    memory.close()
+    assert (memory.mapped_bytes, mappings_of(inode)) == (0, 0)
+
+
+def test_memory_is_refused_where_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    memory = MappedMemory()
+    with pytest.raises(Overloaded, match="can't start new thread"):
+        Regions(memory, Peer(pid=1, uid=0)).add(1, create_memory(PAGE_BYTES), PAGE_BYTES)
+    assert memory.mapped_bytes == 0
+    memory.close()
 
 
 def test_the_number_of_regions_is_bounded_for_a_process_and_for_all() -> None:
@@ -346,10 +399,12 @@ def test_the_number_of_regions_is_bounded_for_a_process_and_for_all() -> None:
     with pytest.raises(Overloaded, match="3 regions are shared by all clients"):
         other.add(2, create_memory(PAGE_BYTES), PAGE_BYTES)
     first.close()
+    memory.close()
     second.add(2, create_memory(PAGE_BYTES), PAGE_BYTES)
     assert memory.mapped_regions == 3
     second.close()
     other.close()
+    memory.close()
     assert (memory.mapped_regions, memory.mapped_bytes) == (0, 0)
 
 
