@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from kvstore.engine.api import NamespaceRef
@@ -42,15 +44,8 @@ class Misses:
             if self._cache.volatile_count:
                 statuses[self._volatile(ref, keys, missing, now_ns)] = 0
             if self._pending:
-                statuses[self._on_their_way(wanted, missing)] = MissReason.PENDING
+                statuses[missing[on_their_way(self._pending, wanted[missing])]] = MissReason.PENDING
         return statuses.tobytes()
-
-    def _on_their_way(self, wanted: U64, missing: I64) -> list[int]:
-        """Which of the missing keys are being put."""
-        pending = self._pending
-        firsts = np.frombuffer(b"".join(pending), dtype="<u8")[:: SALT_BYTES // 8]
-        alike = missing[np.isin(wanted[missing, 0], firsts)].tolist()
-        return [at for at in alike if wanted[at].tobytes() in pending]
 
     def _volatile(self, ref: NamespaceRef, keys: bytes | memoryview, missing: I64, now_ns: int) -> list[int]:
         """Which of the missing keys live in memory only."""
@@ -63,3 +58,18 @@ class Misses:
             if record is not None and record.until_ns > now_ns:
                 found.append(at)
         return found
+
+
+def on_their_way(pending: Collection[bytes], wanted: U64) -> list[int]:
+    """Which of the keys that are wanted are being put.
+
+    Args:
+        pending: index keys of puts in progress; not empty.
+        wanted: index keys, shape [n, 2].
+
+    Returns:
+        Positions in `wanted`.
+    """
+    firsts = np.frombuffer(b"".join(pending), dtype="<u8")[:: SALT_BYTES // 8]
+    alike = np.flatnonzero(np.isin(wanted[:, 0], firsts)).tolist()
+    return [at for at in alike if wanted[at].tobytes() in pending]

@@ -21,6 +21,7 @@ from kvstore.engine.estimate import LoadEstimator
 from kvstore.engine.flight import HEADER, Flight
 from kvstore.engine.loads import Loader
 from kvstore.engine.location import DEPTH_BITS, PAGES_BITS, location_pages, location_segment
+from kvstore.engine.misses import on_their_way
 from kvstore.engine.namespaces import NamespaceTable, index_key, index_keys
 from kvstore.engine.parcels import Parcel, Parcels
 from kvstore.engine.put import Put, Ticket
@@ -298,8 +299,7 @@ class Reader:
 
     def _touch(self, request: Request, indices: Sequence[int]) -> None:
         """Tell the index that records were asked for, once per tick."""
-        keys = b"".join([request.key(index) for index in indices])
-        self._catalog.touch_keys(index_keys(request.spec.namespace, keys), self.tick)
+        self._catalog.touch_keys(index_keys(request.spec.namespace, request.keys_of(indices)), self.tick)
 
     def _give_later(self, request: Request) -> None:
         indices = list(request.later)
@@ -371,12 +371,13 @@ class Reader:
 
     def _miss(self, request: Request, indices: Sequence[int]) -> None:
         """Records that the index has not: perhaps on their way to it, else gone or never there."""
-        ref = request.spec.namespace
-        absent = [index for index in indices if not self._give_pending(request, index)] if self._pending else indices
-        if absent and not request.closed:
-            keys = index_keys(ref, b"".join([request.key(index) for index in absent]))
-            for index, reason in zip(absent, self._catalog.history.reasons(keys).tolist(), strict=True):
-                request.miss(index, MissReason(reason))
+        wanted = index_keys(request.spec.namespace, request.keys_of(indices))
+        misses = list(zip(indices, self._catalog.history.reasons(wanted).tolist(), strict=True))
+        if self._pending:
+            near = [indices[at] for at in on_their_way(self._pending, wanted)]
+            given = {index for index in near if self._give_pending(request, index)}
+            misses = [one for one in misses if one[0] not in given] if given else misses
+        request.miss_all(misses)
 
     def _give_pending(self, request: Request, index: int) -> bool:
         """Answer a record that is being put: with its bytes for who accepts that, else PENDING."""

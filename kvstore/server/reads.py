@@ -13,7 +13,7 @@ from kvstore.limits import (
     DIGEST_BYTES,
     FRAME_AIM_BYTES,
     FRAME_PAYLOAD_BYTES_MAX,
-    READ_PART_RANGES,
+    READ_PART_REPEATS,
     SLICE_BYTES_MAX,
     SLICES_PER_FRAME_MAX,
 )
@@ -214,7 +214,7 @@ class PartedReadCall(ReadCall):
     """One GET of so much that it is read part by part: the next one begins, in a turn of its own, when the last has
     gone out."""
 
-    __slots__ = ("_engine", "_next", "_part_ended", "_parts")
+    __slots__ = ("_asked_ns", "_engine", "_next", "_part_ended", "_parts")
 
     def start(self, engine: Engine, spec: ReadSpec, now_ns: int) -> bool:
         """See `PieceCall.start`."""
@@ -228,6 +228,7 @@ class PartedReadCall(ReadCall):
     def _start_part(self, now_ns: int) -> None:
         assert self._next is not None, "no part is left"
         first, spec = self._next
+        self._asked_ns = now_ns
         self._next = next(self._parts, None)
         self._part_ended = False
         self._starting = True
@@ -253,7 +254,8 @@ class PartedReadCall(ReadCall):
 
     def pump(self) -> None:
         if self._part_ended and self._next is not None and not self._pieces and not self._parcels:
-            self._start_part(self.connection.now_ns)
+            if self.connection.now_ns != self._asked_ns:  # a part that is all misses has ended in the turn it began in
+                self._start_part(self.connection.now_ns)
         else:
             super().pump()
 
@@ -429,7 +431,7 @@ def start_get(connection: Connection, body: bytes | bytearray, engine: Engine, *
             verify=get.verify,
             reader_checks=connection.reader_checks,
         )
-    kind = PartedReadCall if (ranges is not None or count > READ_PART_RANGES) and has_parts(spec) else ReadCall
+    kind = PartedReadCall if (ranges is not None or count > READ_PART_REPEATS) and has_parts(spec) else ReadCall
     call = kind(connection, count, metrics, now_ns=now_ns, deadline_ns=deadline_ns)
     connection.call = call
     return not call.start(engine, spec, now_ns)

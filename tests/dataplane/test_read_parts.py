@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from kvstore.device.memory import MemoryDevice
 from kvstore.engine.api import NamespaceRef, ReadHandle, ReadSink, ReadSpec
 from kvstore.engine.engine import DriveEngine, EngineSettings
-from kvstore.limits import BATCH_ITEMS_MAX, READ_PART_RANGES, MiB
+from kvstore.limits import BATCH_ITEMS_MAX, READ_PART_KEYS, READ_PART_RANGES, READ_PART_REPEATS, MiB
 from kvstore.server.read_parts import has_parts, parts_of
 from kvstore.testing.plane_lab import LabClient, PlaneLab
 from kvstore.types.flow import FlowClass
@@ -84,12 +85,12 @@ def test_one_record_many_times_comes_right_and_others_have_their_turns(
     client.start_get(NS, [KEY] * MANY, range_counts=counts, ranges=ranges)
     town.lab.turn_until(lambda: bool(town.asked))
     assert other.call(Ping(), Pong)
-    assert len(town.asked) < MANY // READ_PART_RANGES // 2, "between the parts"
+    assert len(town.asked) < MANY // READ_PART_REPEATS // 2, "between the parts"
     statuses, data = client.end_get()
     assert statuses == bytes(MANY)
     assert set(data.values()) == {VALUE if range_ != (0, 0) else bytes(600)}
     assert len(data) == MANY
-    assert max(town.asked) <= READ_PART_RANGES
+    assert max(town.asked) <= READ_PART_REPEATS
     assert sum(town.asked) == MANY
     town.lab.turn_until(lambda: not town.staged_bytes())
 
@@ -124,21 +125,51 @@ def test_a_cancel_between_parts_ends_it_and_gives_all_memory_back(town: Town, cl
     town.lab.turn_until(lambda: not town.staged_bytes())
 
 
+def test_records_that_are_not_there_are_missed_part_by_part(town: Town, client: LabClient) -> None:
+    """A part in each turn of the loop: all at once kept it for 80 ms."""
+    keys = [number.to_bytes(32, "big") for number in range(MANY)]
+    there = READ_PART_KEYS + 5
+    keys[there], keys[MANY - 1] = KEY, OTHER
+    turns: list[int] = []
+    town.lab.plane.woke, woke = lambda: (woke(), turns.append(len(town.asked)))[0], town.lab.plane.woke  # type: ignore[method-assign]
+    statuses, data = client.get(NS, keys)
+    expected = bytearray([MissReason.ABSENT]) * MANY
+    expected[there] = expected[MANY - 1] = 0
+    assert statuses == expected
+    assert data == {there: VALUE, MANY - 1: OTHER_VALUE}
+    assert town.asked == [READ_PART_KEYS] * (MANY // READ_PART_KEYS)
+    assert {after - before for before, after in pairwise(turns)} == {0, 1}
+
+
 def test_the_usual_read_goes_in_one_part(town: Town, client: LabClient) -> None:
+    different = [number.to_bytes(32, "big") for number in range(READ_PART_KEYS)]
     counts, ranges = encode_ranges([[(0, 1)]])
-    client.get(NS, [KEY, OTHER] * (READ_PART_RANGES // 2), range_counts=counts, ranges=ranges)
-    client.get(NS, [number.to_bytes(32, "big") for number in range(5_000)])
-    assert town.asked == [READ_PART_RANGES, 5_000]
+    client.get(NS, different[:READ_PART_RANGES], range_counts=counts, ranges=ranges)
+    client.get(NS, different)
+    client.get(NS, [KEY] * READ_PART_REPEATS)
+    assert town.asked == [READ_PART_RANGES, READ_PART_KEYS, READ_PART_REPEATS]
+
+
+@pytest.mark.parametrize("ranges", [None, [[(0, 1)]]])
+def test_a_part_is_short_from_where_a_record_comes_again(ranges: list[list[tuple[int, int]]] | None) -> None:
+    different = [number.to_bytes(32, "big") for number in range(3 * READ_PART_REPEATS)]
+    for again, first in ((different[7], 700), (different[600], 700), (KEY, 3 * READ_PART_REPEATS)):
+        keys = [*different[:700], again, *different[700:]]
+        spec = ReadSpec(namespace=REF, keys=b"".join(keys), flow=FlowClass.DECODE_READ, deadline_ns=1, ranges=ranges)
+        parts = [len(part.keys) // 32 for _, part in parts_of(spec)]
+        assert (parts[0] if len(parts) > 1 else len(different)) == first
+        assert sum(parts) == len(keys)
 
 
 @given(
     st.lists(st.integers(1, 4096), min_size=1, max_size=60),
     st.sampled_from(["own", "one", "none"]),
     st.booleans(),
+    st.integers(1, 60),
 )
-def test_the_parts_are_the_whole(counts: list[int], of: str, has_ids: bool) -> None:
+def test_the_parts_are_the_whole(counts: list[int], of: str, has_ids: bool, records: int) -> None:
     ranges = [[(at, number) for at in range(count)] for number, count in enumerate(counts)]
-    keys = b"".join(number.to_bytes(32, "big") for number in range(len(counts)))
+    keys = b"".join((number % records).to_bytes(32, "big") for number in range(len(counts)))
     ids = bytes(range(16)) * len(counts) if has_ids else None
     given_ranges = {"own": ranges, "one": ranges[:1], "none": None}[of]
     spec = ReadSpec(
@@ -155,7 +186,8 @@ def test_the_parts_are_the_whole(counts: list[int], of: str, has_ids: bool) -> N
         else:
             assert part.ranges == given_ranges
         asked = sum(counts[at : at + count]) if of == "own" else count * (counts[0] if of == "one" else 1)
-        assert count == 1 or asked <= READ_PART_RANGES
+        repeats = len({part.keys[one * 32 : one * 32 + 32] for one in range(count)}) < count
+        assert count == 1 or asked <= (READ_PART_REPEATS if repeats else READ_PART_RANGES)
         assert part.content_ids == (None if ids is None else ids[:16] * count)
         at += count
     assert at == len(counts)
