@@ -150,6 +150,14 @@ class Catalog:
             self.scores.touch_many(np.array(fresh, dtype=np.uint64), before=np.array(before, dtype=np.uint32), now=tick)
         return found
 
+    def touch_records(self, ref: NamespaceRef, keys: bytes | memoryview, tick: int) -> None:
+        """An access of each record that is there, of n * 32 bytes of record keys."""
+        if IS_COMPILED:
+            every = list(range(len(keys) // DIGEST_BYTES))
+            self.index.locate(keys, every, ref.salt, tick, self.scores.access_sums)
+        else:
+            self.touch_keys(index_keys(ref, keys), tick)
+
     def touch_keys(self, keys: U64, tick: int) -> None:
         """An access of each key that is there."""
         if len(keys) < _SCALAR_KEYS_MAX:

@@ -326,7 +326,7 @@ class DriveEngine:
         _check_keys(keys)
         self._turn(now_ns)
         if keys and self._namespaces.is_current(ref):
-            self.catalog.touch_keys(index_keys(ref, keys), self._tick)
+            self.catalog.touch_records(ref, keys, self._tick)
 
     def unpin(self, pin_id: int, *, client_id: bytes) -> None:
         """See `api.Engine`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvstore.engine.cache import HITS_MAX, Cache, CachedRecord
 from kvstore.engine.catalog import Catalog
 from kvstore.engine.estimate import LoadEstimator
-from kvstore.engine.namespaces import NamespaceTable, index_keys
+from kvstore.engine.namespaces import NamespaceTable
 from kvstore.limits import SLICE_BYTES_MAX
 from kvstore.telemetry.metrics import EngineMetrics
 
@@ -41,7 +41,7 @@ class Glance:
             return None
         if record.tick != tick:
             record.tick = tick
-            self._catalog.touch_keys(index_keys(ref, key), tick)
+            self._catalog.touch_records(ref, key, tick)
         if record.hits < HITS_MAX:
             record.hits += 1
         self._estimator.served(from_memory=1, records=1)

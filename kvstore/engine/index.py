@@ -302,7 +302,9 @@ class Index:
         key1 = np.ascontiguousarray(keys[:, 1])
         return self._find(key0, key1, *self._buckets(key0, key1))
 
-    def locate(self, keys: bytes, indices: list[int], salt: bytes, tick: int, access_sums: I64) -> list[int]:
+    def locate(
+        self, keys: bytes | memoryview, indices: list[int], salt: bytes, tick: int, access_sums: I64
+    ) -> list[int]:
         """See `Catalog.locate`; only where the search IS_COMPILED.
 
         Args:

@@ -223,6 +223,7 @@ class Reader:
             return None
         now_ns, tick = self.now_ns, self.tick
         found: list[CachedRecord] = []
+        stale: list[CachedRecord] = []
         for at in range(0, len(keys), DIGEST_BYTES):
             record = space.get(keys[at : at + DIGEST_BYTES])
             if record is None or 0 < record.until_ns <= now_ns:
@@ -230,22 +231,22 @@ class Reader:
             length = record.facts.record_bytes
             if length > SLICE_BYTES_MAX:
                 return None
+            if record.tick != tick:
+                stale.append(record)
             bytes_max -= length
             if bytes_max >= 0:
                 found.append(record)
         if len(found) > SLICES_PER_FRAME_MAX:
             del found[SLICES_PER_FRAME_MAX:]
-        stale = b""
-        for record in found:
-            if record.tick != tick:
+        if stale:  # those of later frames too: one search for all of them
+            for record in stale:
                 record.tick = tick
-                stale += record.facts.key
+            self._catalog.touch_records(ref, b"".join([record.facts.key for record in stale]), tick)
+        for record in found:
             if record.hits < HITS_MAX:
                 record.hits += 1
             if record.piece is not None:
                 record.piece.hold()
-        if stale:
-            self._catalog.touch_keys(index_keys(ref, stale), tick)
         self._estimator.served(from_memory=len(found), records=len(found))
         self._metrics.cache_hits += len(found)
         return found
@@ -299,7 +300,7 @@ class Reader:
 
     def _touch(self, request: Request, indices: Sequence[int]) -> None:
         """Tell the index that records were asked for, once per tick."""
-        self._catalog.touch_keys(index_keys(request.spec.namespace, request.keys_of(indices)), self.tick)
+        self._catalog.touch_records(request.spec.namespace, request.keys_of(indices), self.tick)
 
     def _give_later(self, request: Request) -> None:
         indices = list(request.later)

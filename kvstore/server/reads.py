@@ -320,7 +320,7 @@ class MemoryCall(Call):
             return
         records, self._records = self._records, None
         if records is None:
-            front = self._keys[self._at * DIGEST_BYTES : (self._at + 2 * self._step) * DIGEST_BYTES]
+            front = self._keys[self._at * DIGEST_BYTES : (self._at + self._step + 1) * DIGEST_BYTES]
             records = self._engine.take_cached(
                 self._namespace, front, now_ns=connection.now_ns, bytes_max=FRAME_PAYLOAD_BYTES_MAX
             )
