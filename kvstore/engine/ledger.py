@@ -89,6 +89,7 @@ class Ledger:
         self.tombstone_bytes = 0
         self.graves = graves
         self._tombstones: dict[int, list[bytes]] = {}
+        self._forgotten: dict[int, list[U64]] = {}  # index keys of what was evicted, until its segment is erased
         self._log: Log | None = None
 
     def attach(self, log: Log) -> None:
@@ -209,7 +210,9 @@ class Ledger:
         locations = self.catalog.delete(keys, self.tick)
         statuses = np.where(locations != 0, 0, MissReason.ABSENT).astype(np.uint8)
         # where deletes are remembered those of records that are not here are, too: others may have them
-        gone = np.arange(len(keys)) if self.graves.enabled else np.flatnonzero(locations)
+        gone = (
+            np.arange(len(keys)) if self.graves.enabled else np.flatnonzero((locations != 0) | self._may_return(keys))
+        )
         if not len(gone):
             on_done(statuses.tobytes())
             return
@@ -224,6 +227,14 @@ class Ledger:
                 on_done(statuses.tobytes())
 
         self._bury(ref, keys[gone], locations[gone], Reason.DELETE, logged, is_told=True)
+
+    def _may_return(self, keys: U64) -> Bools:
+        """Which were evicted from a segment that is still to be erased: they would be back if the program ended now."""
+        found = np.zeros(len(keys), dtype=np.bool_)
+        for evicted in self._forgotten.values():
+            for some in evicted:
+                found |= np.isin(keys[:, 0], some[:, 0])  # 64 random bits: one too many is only a tombstone too many
+        return found
 
     def quarantine(self, ref: NamespaceRef, keys: U64, locations: U64) -> int:
         """Records turned out bad: forget those that still lie there. Answers how many did."""
@@ -266,7 +277,8 @@ class Ledger:
         evicting = self.table.in_state(SegmentState.EVICTING, SegmentState.BAD).tolist()
         records = []
         is_remembered = self.graves.enabled and is_told
-        for key, location in zip(np.ascontiguousarray(keys, dtype="<u8"), locations.tolist(), strict=True):
+        rows = zip(np.ascontiguousarray(keys, dtype="<u8"), locations.tolist(), self._may_return(keys), strict=True)
+        for key, location, may_return in rows:
             segment = location_segment(location) if location else NOWHERE
             record = encode_tombstone(
                 Tombstone(
@@ -280,16 +292,23 @@ class Ledger:
             )
             if location:
                 self._count(segment, space, -location_pages(location), -1)
-                # A victim may hold an older copy, which must stay dead if the program ends before the victim is freed.
-                for holder in {segment, *evicting}:
-                    self._tombstones.setdefault(holder, []).append(record)
-                    self.tombstone_bytes += len(record)
+            # A victim may hold an older copy, which must stay dead if the program ends before the victim is freed.
+            holders = {segment, *evicting} if location else evicting if may_return else ()
+            for holder in holders:
+                self._tombstones.setdefault(holder, []).append(record)
+                self.tombstone_bytes += len(record)
             if is_remembered:
                 self.graves.dig(key.tobytes(), ref.id, self.tick, record, tenant=ref.tenant)
             records.append(record)
+        self._remember_no_more(keys)
         for record in records:
             self.log.append(record, on_done, sync=True)
         self.watcher.removed(keys[locations != 0], locations[locations != 0])
+
+    def _remember_no_more(self, keys: U64) -> None:
+        """What has a tombstone needs no other one."""
+        for evicted in self._forgotten.values():
+            evicted[:] = [some[~np.isin(some[:, 0], keys[:, 0])] for some in evicted]
 
     def keep_tombstone(self, segment: int, record: bytes) -> None:
         """Recovery: a tombstone that is needed while this segment is in use."""
@@ -321,6 +340,7 @@ class Ledger:
             pages = np.bincount(which, weights=entries["pages"][gone])
             records = np.bincount(which)
             segment = location_segment(int(locations[0]))
+            self._forgotten.setdefault(segment, []).append(keys[gone])
             for space, page_count, count in zip(found.tolist(), pages.tolist(), records.tolist(), strict=True):
                 self._count(segment, space, -int(page_count), -count)
         self.watcher.removed(keys[gone], locations[gone])
@@ -339,6 +359,7 @@ class Ledger:
         keys, locations = index.keys_at(slots), index.locations[slots].copy()
         self.catalog.evict(keys, locations, self.tick)
         self._uncount_all(segment)
+        self._forgotten.setdefault(segment, []).append(keys)
         self.watcher.removed(keys, locations)
         return lost
 
@@ -351,6 +372,7 @@ class Ledger:
     def freed(self, segment: int) -> None:
         """A segment was erased on the drive: nothing in it can come back, so its tombstones are not needed."""
         self.tombstone_bytes -= sum(map(len, self._tombstones.pop(segment, ())))
+        self._forgotten.pop(segment, None)
         self._uncount_all(segment)
 
     def _uncount_all(self, segment: int) -> None:

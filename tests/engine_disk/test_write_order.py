@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import pytest
+
 from kvstore.device.base import IoKind, IoOp
 from kvstore.device.memory import MemoryDevice
 from kvstore.engine import job
@@ -18,7 +20,7 @@ from kvstore.testing.device_suite import aligned
 from kvstore.testing.faulty_device import Fault, FaultAction, FaultyDevice
 from kvstore.testing.store_rig import StoreRig
 from kvstore.types.flow import FlowClass
-from kvstore.types.results import Stored
+from kvstore.types.results import MissReason, Stored
 
 
 class Gate(FaultyDevice):
@@ -196,6 +198,37 @@ def test_a_deleted_key_does_not_come_back_from_a_victim_that_could_not_be_erased
     rig.settle()
     rig.put(ref, key_of(99), b"one more")
     assert crashed(rig, gate).get(ref, key) is None
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["not yet", "could not be"])
+def test_what_was_evicted_and_then_deleted_does_not_come_back_from_a_victim_that_is_not_erased(fails: bool) -> None:
+    rig, gate, ref = rig_of(20)
+    victim = location_segment(rig.location(ref, key_of(0)))
+    start = rig.store.table.offset(victim)
+    end = start + rig.store.table.segment_bytes
+    gate.closed_for = lambda op: op.kind is IoKind.WRITE and start <= op.offset < end
+    job.start(rig.store.reclaimer.evict(victim))
+    turns(rig)
+    assert gate.behind, "the victim is about to be erased"
+    if fails:
+        gate.inject(Fault(action=FaultAction.ERROR, kind=IoKind.WRITE, start=start, end=end, times=None))
+        gate.open()
+        rig.settle()
+        gate.clear()
+    assert rig.store.table.state[victim] == (SegmentState.BAD if fails else SegmentState.EVICTING)
+    evicted = [n for n in range(20) if not rig.location(ref, key_of(n))]
+    assert len(evicted) > 1
+    absent = bytes([MissReason.ABSENT])
+    buried_bytes = rig.ledger.tombstone_bytes
+    for _ in range(2):
+        assert rig.delete(ref, [key_of(evicted[0]), key_of(98)]) == 2 * absent
+    assert len(rig.ledger._tombstones[victim]) == 1, "one for what was here, and once"
+    assert rig.ledger.tombstone_bytes > buried_bytes
+    rig.store.log.checkpoint()
+    turns(rig)
+    again = crashed(rig, gate)
+    assert again.get(ref, key_of(evicted[0])) is None
+    assert again.get(ref, key_of(evicted[1])) == payload_of(evicted[1]), "the victim is as it was"
 
 
 def test_a_victim_that_could_not_be_erased_is_erased_later_and_what_was_kept_for_it_goes() -> None:
