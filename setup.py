@@ -1,4 +1,4 @@
-"""Builds the compiled parts: io_uring, search and check of cold reads, single reads, puts, checksums.
+"""Builds the compiled parts: io_uring, search and check of cold reads, single reads, sending, puts, checksums.
 
 pyproject.toml declares the rest. All are optional: without a compiler the install succeeds, the node uses its thread
 pool device and says so, and the other parts are done in Python: the same answers, slower.
@@ -17,6 +17,7 @@ PARTS = (
     "kvstore.engine._search",
     "kvstore.transport._exchange",
     "kvstore.transport._inflow",
+    "kvstore.transport._outflow",
     "kvstore.transport._put_lane",
     "kvstore.types._sums",
 )

@@ -120,6 +120,7 @@ READ_AHEAD_BYTES: Final = 8 * KiB
 SLICES_PER_FRAME_MAX: Final = 960  # with header and read-ahead a frame's iovecs stay within IO_VECTORS_MAX
 REQUEST_NS_MAX: Final = 3600 * SECOND_NS
 IDLE_WAIT_NS: Final = 600 * SECOND_NS
+MEMORY_READ_BYTES_MAX: Final = 8 * MiB  # of one read from memory that a connection has queued, and holds, at a time
 FRAME_AIM_BYTES: Final = 1 * MiB  # payload that a node puts into one frame, and a connection's turn to send
 PAYLOAD_WAKE_BYTES: Final = 1 * MiB  # of a granted put's payload: a connection is woken for no less while more comes
 WRITE_JOIN_BYTES_MAX: Final = DEVICE_IO_BYTES_MAX + 256 * KiB  # of neighbours in one write: a wave with its headers

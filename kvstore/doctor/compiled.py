@@ -15,6 +15,7 @@ COMPILED_PARTS: Final[Mapping[str, str]] = {
     "kvstore.engine._search": "keys are looked up in Python",
     "kvstore.transport._exchange": "single reads are exchanged in Python",
     "kvstore.transport._inflow": "batches are received in Python",
+    "kvstore.transport._outflow": "the loop takes a turn for each part that a socket takes",
     "kvstore.transport._put_lane": "puts are received in Python",
     "kvstore.types._sums": "puts, and reads of shared memory, are summed more slowly",
 }

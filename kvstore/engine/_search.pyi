@@ -19,7 +19,7 @@ def find_many(
     /,
 ) -> None: ...
 def locate(
-    keys: bytes,
+    keys: bytes | memoryview,
     indices: list[int],
     salt: bytes,
     key0: U64,

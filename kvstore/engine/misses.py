@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from kvstore.engine.namespaces import SALT_BYTES
 from kvstore.engine.pending import Pending
 from kvstore.limits import DIGEST_BYTES
 from kvstore.types.results import MissReason
+
+_LOOKUPS_OF_A_PASS: Final = 4  # a key is looked up in the time in which a pass over all goes by so many
 
 
 class Misses:
@@ -70,6 +73,8 @@ def on_their_way(pending: Collection[bytes], wanted: U64) -> list[int]:
     Returns:
         Positions in `wanted`.
     """
+    if len(wanted) * _LOOKUPS_OF_A_PASS < len(pending):
+        return [at for at, key in enumerate(np.ascontiguousarray(wanted)) if key.tobytes() in pending]
     firsts = np.frombuffer(b"".join(pending), dtype="<u8")[:: SALT_BYTES // 8]
     alike = np.flatnonzero(np.isin(wanted[:, 0], firsts)).tolist()
     return [at for at in alike if wanted[at].tobytes() in pending]

@@ -301,8 +301,7 @@ class Connection:
         if self._held_bytes:
             self._let_go()
         if not self.channel.send_at_once(head, payload, payload_bytes=payload_bytes, on_sent=on_sent):
-            self.is_blocked = True
-            self._watch()
+            self._block()
 
     def end_with_data(self, call: Call) -> None:
         """`call` ends with the DATA frame that is queued next."""
@@ -317,8 +316,19 @@ class Connection:
         writer = self.channel.writer
         writer.push(head, (payload,), payload_bytes=len(payload), on_sent=on_sent)
         writer.advance(sent_bytes)
+        self._block()
+
+    def _block(self) -> None:
+        """The socket takes nothing more now."""
         self.is_blocked = True
         self._watch()
+        self._lend()
+
+    def _lend(self) -> None:
+        """The loop sends what is queued while it waits; all of it, or until some more is wanted behind it."""
+        outflow = self._plane.loop.outflow
+        if outflow is not None and not self.is_closed:
+            self.channel.lend(outflow, leave_bytes=FRAME_AIM_BYTES - 1 if self._has_output() else 0)
 
     @property
     def can_answer_at_once(self) -> bool:
@@ -344,7 +354,10 @@ class Connection:
         """The socket takes some more: no turn for that, only for what is still to be queued when it took all."""
         channel = self.channel
         try:
-            self.is_blocked = not channel.on_writable()
+            if channel.take_back():
+                self.is_blocked = channel.writer.pending_bytes > 0  # little is left: it goes with what follows
+            else:
+                self.is_blocked = not channel.on_writable()
             call = self.call
             if call is not None and channel.writer.pending_bytes < FRAME_AIM_BYTES and call.has_output():
                 if self.is_blocked:
@@ -353,6 +366,8 @@ class Connection:
                     self.request_send()
             elif not self.is_blocked:
                 self._went_out()
+            if self.is_blocked:
+                self._lend()
         except Exception as error:  # noqa: BLE001 -- the root of everything that a peer causes
             self.broke(error)
 
@@ -374,6 +389,8 @@ class Connection:
             call.pump()
         self.is_blocked = not channel.on_writable()
         self._went_out()
+        if self.is_blocked:
+            self._lend()
 
     def _went_out(self) -> None:
         """The socket was given what is queued, or as much as it takes."""

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvstore.engine.api import CachedItem, Engine, NamespaceRef, ReadSpec, ReadyItem
-from kvstore.limits import DIGEST_BYTES, FRAME_AIM_BYTES, SLICE_BYTES_MAX, SLICES_PER_FRAME_MAX
+from kvstore.limits import (
+    DIGEST_BYTES,
+    FRAME_AIM_BYTES,
+    FRAME_PAYLOAD_BYTES_MAX,
+    SLICE_BYTES_MAX,
+    SLICES_PER_FRAME_MAX,
+)
 from kvstore.server.call import Call
 from kvstore.server.piece_call import OPEN, PieceCall
 from kvstore.server.reads import Behind, MemoryCall
@@ -116,6 +122,8 @@ class PlaceCall(PieceCall):
 
 class PlacedMemoryCall(MemoryCall):
     """One GET_INTO of shared memory, of records that all lay in the node's memory when it came."""
+
+    BYTES_MAX = FRAME_PAYLOAD_BYTES_MAX  # they are copied in the loop's turn
 
     __slots__ = ("_channel", "_places")
 

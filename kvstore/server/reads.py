@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from kvstore.engine.api import CachedItem, Engine, NamespaceRef, Parcel, ParcelSource, ReadSpec, ReadyItem
 from kvstore.limits import (
     DIGEST_BYTES,
     FRAME_AIM_BYTES,
     FRAME_PAYLOAD_BYTES_MAX,
+    MEMORY_READ_BYTES_MAX,
     READ_PART_REPEATS,
     SLICE_BYTES_MAX,
     SLICES_PER_FRAME_MAX,
@@ -219,11 +220,20 @@ class PartedReadCall(ReadCall):
     def start(self, engine: Engine, spec: ReadSpec, now_ns: int) -> bool:
         """See `PieceCall.start`."""
         self._is_whole = spec.ranges is None and spec.content_ids is None and self.connection.ends_with_data
+        self._begin(engine, spec, now_ns, first=0)
+        return False
+
+    def go_on(self, engine: Engine, spec: ReadSpec, now_ns: int, *, sent: int) -> None:
+        """See `ReadCall.go_on`."""
+        self._statuses[:sent] = bytes(sent)
+        self._is_whole = True
+        self._begin(engine, spec, now_ns, first=sent)
+
+    def _begin(self, engine: Engine, spec: ReadSpec, now_ns: int, *, first: int) -> None:
         self._engine = engine
-        self._parts = parts_of(spec)
+        self._parts = ((first + at, part) for at, part in parts_of(spec))
         self._next = next(self._parts, None)
         self._start_part(now_ns)
-        return False
 
     def _start_part(self, now_ns: int) -> None:
         assert self._next is not None, "no part is left"
@@ -281,10 +291,13 @@ class Behind:
 
 
 class MemoryCall(Call):
-    """One GET of records that all lay in memory when it came: a frame of them is made when the socket takes more.
+    """One GET of records that all lay in memory when it came: some frames of them are made when the socket takes more.
 
-    Only what is in a frame is held. When something is gone that is still to come, the rest goes the general way.
+    Only what is in those is held. When something is gone that is still to come, the rest goes the general way.
     """
+
+    BYTES_MAX: ClassVar = MEMORY_READ_BYTES_MAX
+    """Of what is taken at a time."""
 
     __slots__ = ("_at", "_count", "_engine", "_keys", "_metrics", "_namespace", "_records", "_step")
 
@@ -307,7 +320,7 @@ class MemoryCall(Call):
         self._count = len(keys) // DIGEST_BYTES
         self._metrics = connection.metrics
         self._records: Sequence[CachedItem] | None = records
-        self._step = len(records)  # how many a frame takes, as far as is known
+        self._step = len(records)  # how many were taken at a time
         self._at = 0
 
     def has_output(self) -> bool:
@@ -320,19 +333,23 @@ class MemoryCall(Call):
             return
         records, self._records = self._records, None
         if records is None:
-            front = self._keys[self._at * DIGEST_BYTES : (self._at + self._step + 1) * DIGEST_BYTES]
+            front = self._keys[self._at * DIGEST_BYTES : (self._at + 2 * self._step) * DIGEST_BYTES]
             records = self._engine.take_cached(
-                self._namespace, front, now_ns=connection.now_ns, bytes_max=FRAME_PAYLOAD_BYTES_MAX
+                self._namespace, front, now_ns=connection.now_ns, bytes_max=self.BYTES_MAX
             )
             if records is None:
                 self._go_on()
                 return
-        slices, payload, total = frame_of(records, self._at)
         self._step = len(records)
-        self._at += len(records)
-        if self._at == self._count:
-            self._metrics.loaded_records += self._count
-        self._send(slices, payload, total, partial(release_all, records))
+        taken = 0
+        while taken < len(records):
+            slices, payload, total = frame_of(records, taken, self._at)
+            stop = taken + len(slices)
+            self._at += len(slices)
+            if self._at == self._count:
+                self._metrics.loaded_records += self._count
+            self._send(slices, payload, total, partial(release_all, records[taken:stop]))
+            taken = stop
 
     def _send(self, slices: list[Slice], payload: list[memoryview], total: int, on_sent: OnSent) -> None:
         """Queues a frame; the last one ends the call."""
@@ -370,8 +387,6 @@ class MemoryCall(Call):
     def _go_on(self) -> None:
         connection, now_ns = self.connection, self.connection.now_ns
         self.over = True
-        call = ReadCall(connection, self._count, self._metrics, now_ns=self.started_ns, deadline_ns=self.deadline_ns)
-        connection.call = call
         spec = ReadSpec(
             namespace=self._namespace,
             keys=self._keys[self._at * DIGEST_BYTES :],
@@ -379,6 +394,9 @@ class MemoryCall(Call):
             deadline_ns=self.deadline_ns,
             reader_checks=connection.reader_checks,
         )
+        kind = PartedReadCall if has_parts(spec) else ReadCall
+        call = kind(connection, self._count, self._metrics, now_ns=self.started_ns, deadline_ns=self.deadline_ns)
+        connection.call = call
         call.go_on(self._engine, spec, now_ns, sent=self._at)
         connection.wake_engine()
         connection.request_send()
@@ -444,16 +462,16 @@ def _answer_from_memory(
     namespace = engine.namespace(digest)
     if namespace is None or not keys or not deadline_ns or not connection.can_answer_at_once:
         return False
-    records = engine.take_cached(namespace, keys, now_ns=now_ns, bytes_max=FRAME_PAYLOAD_BYTES_MAX)
+    records = engine.take_cached(namespace, keys, now_ns=now_ns, bytes_max=MEMORY_READ_BYTES_MAX)
     if records is None:
         return False
-    if len(records) * DIGEST_BYTES < len(keys):
+    slices, payload, total = frame_of(records, 0, 0)
+    if len(slices) * DIGEST_BYTES < len(keys):
         connection.call = MemoryCall(
             connection, engine, namespace, keys, records, now_ns=now_ns, deadline_ns=now_ns + deadline_ns
         )
         connection.send_now()
         return True
-    slices, payload, total = frame_of(records, 0)
     head = encode_head(
         FrameType.DATA,
         connection.session.request_id,
@@ -470,19 +488,27 @@ def _answer_from_memory(
     return True
 
 
-def frame_of(records: Sequence[CachedItem], first: int) -> tuple[list[Slice], list[memoryview], int]:
-    """Slices, payload and its length of a frame of whole records, the first of which is item `first`."""
+def frame_of(records: Sequence[CachedItem], start: int, item: int) -> tuple[list[Slice], list[memoryview], int]:
+    """Slices, payload and its length of a frame of as many whole records from `start` on as it takes, at least one.
+
+    Args:
+        records: none longer than SLICE_BYTES_MAX.
+        start: the first of them.
+        item: its index in the request.
+    """
     slices: list[Slice] = []
     payload: list[memoryview] = []
     total = 0
-    for index, record in enumerate(records, first):
+    for index, record in enumerate(islice(records, start, start + SLICES_PER_FRAME_MAX), item):
         facts = record.facts
         length = facts.record_bytes
+        total += length
+        if total > FRAME_PAYLOAD_BYTES_MAX:
+            return slices, payload, total - length
         fields = (index, 0, length, 0, True, facts.content_id, length, facts.block_bytes, facts.crcs)
         slices.append(_new_slice(Slice, fields))
         if length:
             payload.append(record.view)
-            total += length
     return slices, payload, total
 
 

@@ -16,7 +16,7 @@ class StoreFile:
     """The file of one drive's store.
 
     A thread asks the file system: one that hangs, on a drive that died or over a network, must not hold the worker's
-    loop. It waits for the next question for as long as the process lives.
+    loop. It waits for the next question for as long as the process lives, from the first one on.
     """
 
     def __init__(self, path: Path, found: os.stat_result, look: Callable[[Path], os.stat_result] = os.stat) -> None:
@@ -32,7 +32,7 @@ class StoreFile:
         self._is_there = True
         self._is_asked = False
         self._questions: SimpleQueue[None] = SimpleQueue()
-        threading.Thread(target=self._answer, name="kvstore-store-file", daemon=True).start()
+        self._thread: threading.Thread | None = None
 
     @classmethod
     def of(cls, drive: str) -> StoreFile | None:
@@ -47,9 +47,20 @@ class StoreFile:
     def is_there(self) -> bool:
         """Whether it could be found when last looked for, True where that cannot be told; has it looked for again."""
         if not self._is_asked:  # the last question may not be answered yet
+            if self._thread is None and not self._starts():
+                return self._is_there
             self._is_asked = True
             self._questions.put(None)
         return self._is_there
+
+    def _starts(self) -> bool:
+        made = threading.Thread(target=self._answer, name="kvstore-store-file", daemon=True)
+        try:
+            made.start()
+        except RuntimeError:  # no thread is to be had now
+            return False
+        self._thread = made
+        return True
 
     def _answer(self) -> None:
         while True:

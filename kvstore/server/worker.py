@@ -328,7 +328,7 @@ class Worker:
             self._plane.rdma.close()
         for drive in self._started.drives:
             drive.engine.close(within_ns=left_ns + SECOND_NS)
-        self._plane.shared_memory.close()  # no drive writes there any more
+        self._plane.shared_memory.close(within_ns=left_ns + SECOND_NS)  # no drive writes there any more
         self._loop.close()
 
 

@@ -120,7 +120,7 @@ class PlaneLab:
     def close(self) -> None:
         """Closes the data plane and its loop."""
         self.plane.close()
-        self.plane.shared_memory.close()
+        self.plane.shared_memory.close(within_ns=10 * SECOND_NS)
         self.loop.close()
 
 

@@ -101,9 +101,9 @@ class MappedMemory:
         self._count(length_bytes, 1, peer)
         return self._unmapper.lend(mapped, partial(self._count, -length_bytes, -1, peer))
 
-    def close(self) -> None:
-        """Waits until all that is not used any more is unmapped. Idempotent."""
-        self._unmapper.close()
+    def close(self, *, within_ns: int) -> None:
+        """Unmaps what is not used any more, as far as that is done `within_ns`. Idempotent."""
+        self._unmapper.close(within_ns=within_ns)
 
     def _count(self, length_bytes: int, regions: int, peer: Peer) -> None:
         with self._counting:

@@ -6,6 +6,7 @@ So views are given out of memory that somebody else owns, and its owner is told 
 
 from __future__ import annotations
 
+import logging
 import mmap
 import queue
 import threading
@@ -14,7 +15,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvstore.limits import SECOND_NS
 from kvstore.transport.shm import mapped_at, unmap
+
+log = logging.getLogger(__name__)
 
 
 class Unmapper:
@@ -26,7 +30,7 @@ class Unmapper:
 
     def start(self) -> None:
         """Starts the thread if it does not run. Raises RuntimeError when the machine gives none."""
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             made = threading.Thread(target=self._run, name="kvstore-shm-unmapper", daemon=True)
             made.start()
             self._thread = made
@@ -37,20 +41,28 @@ class Unmapper:
         weakref.finalize(lent, self._waiting.put, (mapped, on_unmapped)).atexit = False
         return lent.data
 
-    def close(self) -> None:
-        """Waits until all that nobody views any more is unmapped, and ends the thread. Idempotent."""
+    def close(self, *, within_ns: int) -> None:
+        """Unmaps what nobody views any more and ends the thread. Idempotent.
+
+        Args:
+            within_ns: what is left after that goes with the process.
+        """
         self._waiting.put(None)
         if self._thread is None:
             self._run()
             return
-        self._thread.join()
+        self._thread.join(within_ns / SECOND_NS)
         self._thread = None
 
     def _run(self) -> None:
         while (found := self._waiting.get()) is not None:
             mapped, on_unmapped = found
-            unmap(mapped)
-            on_unmapped()
+            try:
+                unmap(mapped)
+            except (OSError, BufferError) as error:  # it goes with the process, and counts until then
+                log.error("memory of a client could not be unmapped", exc_info=error)
+            else:
+                on_unmapped()
             del found, mapped, on_unmapped  # or they would stay until the next comes
 
 

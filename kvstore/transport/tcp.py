@@ -19,6 +19,7 @@ from typing import Final
 from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from kvstore.limits import IO_VECTORS_MAX, SECOND_NS
 from kvstore.transport.exchange import OnDescriptors
+from kvstore.transport.outflow import Outflow
 from kvstore.wire.frames import Frame, FrameReader, FrameWriter
 from kvstore.wire.schema import Message
 
@@ -39,7 +40,16 @@ _DISCARD_BYTES: Final = 64 * 1024
 class TcpChannel:
     """One connected socket, which it owns and makes non-blocking. See `kvstore.transport.base.Channel`."""
 
-    __slots__ = ("_has_broken", "_peer", "_received_bytes", "_socket", "reader", "writer")
+    __slots__ = (
+        "_has_broken",
+        "_leave_bytes",
+        "_outflow",
+        "_peer",
+        "_received_bytes",
+        "_socket",
+        "reader",
+        "writer",
+    )
 
     def __init__(self, connected: socket.socket, reader: FrameReader, writer: FrameWriter | None = None) -> None:
         """
@@ -54,6 +64,8 @@ class TcpChannel:
         self._peer = _peer_of(connected)
         self._received_bytes = 0  # by `on_readable`
         self._has_broken = False
+        self._outflow: Outflow | None = None  # to whom it is lent
+        self._leave_bytes = 0
         self.reader = reader
         self.writer = writer or FrameWriter()
 
@@ -69,7 +81,13 @@ class TcpChannel:
     @property
     def pending_bytes(self) -> int:
         """Queued and not taken by the kernel yet."""
-        return self.writer.pending_bytes
+        return self.writer.pending_bytes + self.writer.sent_bytes - self.sent_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Taken by the kernel so far."""
+        outflow = self._outflow
+        return self.writer.sent_bytes + (0 if outflow is None else outflow.sent_bytes(self._socket.fileno()))
 
     def on_readable(self) -> list[Frame]:
         """Receives once, as much as the current frame and the read-ahead take. See `Channel.on_readable`."""
@@ -90,6 +108,7 @@ class TcpChannel:
 
     def on_writable(self) -> bool:
         """Sends what is queued. See `Channel.on_writable`."""
+        self.take_back()
         writer = self.writer
         for _ in range(_SENDS_PER_EVENT_MAX):
             if not writer.pending_bytes:
@@ -128,6 +147,28 @@ class TcpChannel:
         self.writer.push(head, payload, payload_bytes=payload_bytes, on_sent=on_sent)
         self.writer.advance(count)
         return False
+
+    def lend(self, outflow: Outflow, *, leave_bytes: int) -> None:
+        """Lends the socket, which is full and watched for EPOLLOUT, with what is queued.
+
+        Args:
+            outflow: of the loop that watches it.
+            leave_bytes: what may be left when the loop tells that the socket is writable.
+        """
+        self.take_back()
+        if self.writer.pending_bytes > leave_bytes:
+            outflow.lend(self._socket.fileno(), self.writer.buffers(), leave_bytes)
+            self._outflow = outflow
+            self._leave_bytes = leave_bytes
+
+    def take_back(self) -> bool:
+        """The socket is no longer lent; whether it was, and as much has gone out as it was lent for."""
+        outflow = self._outflow
+        if outflow is None:
+            return False
+        self._outflow = None
+        self.writer.advance(outflow.take_back(self._socket.fileno()))
+        return self.writer.pending_bytes <= self._leave_bytes
 
     @property
     def was_heard(self) -> bool:
@@ -181,6 +222,7 @@ class TcpChannel:
 
     def close(self) -> None:
         """Closes the socket and drops what is queued. Idempotent."""
+        self.take_back()
         self._socket.close()
         self.writer.drop()
 

@@ -163,11 +163,11 @@ class TcpNodeChannel(TcpChannel):
         if self.fileno() >= 0:
             self._wake_at(_ANY)
         if self._lane is not None:
-            return self._received_bytes + self._lane.received_bytes + self.writer.sent_bytes
+            return self._received_bytes + self._lane.received_bytes + self.sent_bytes
         reader = self.reader
         if (reader.is_between or reader.paused) and not self._landings and not self.writer.pending_bytes:
             return None
-        return self._received_bytes + self.writer.sent_bytes
+        return self._received_bytes + self.sent_bytes
 
     @property
     def held_bytes(self) -> int:

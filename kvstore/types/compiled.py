@@ -18,6 +18,7 @@ INTERFACES: Final[Mapping[str, int]] = {
     "kvstore.transport._exchange": 4,
     "kvstore.engine._search": 2,
     "kvstore.transport._inflow": 2,
+    "kvstore.transport._outflow": 1,
     "kvstore.transport._put_lane": 1,
     "kvstore.types._sums": 3,
 }

@@ -13,10 +13,12 @@ import pytest
 from kvstore.engine.api import NamespaceRef
 from kvstore.engine.engine import DriveEngine, EngineSettings
 from kvstore.errors import InvalidRequest
-from kvstore.limits import SECOND_NS, MiB
+from kvstore.limits import FRAME_AIM_BYTES, MEMORY_READ_BYTES_MAX, SECOND_NS, KiB, MiB
 from kvstore.server.connection import Connection
+from kvstore.server.loop import Loop
 from kvstore.server.reads import MemoryCall
 from kvstore.testing.plane_lab import LabClient, PlaneLab
+from kvstore.transport import outflow
 from kvstore.types.layout import KVLayout
 from kvstore.types.namespace import Namespace
 from kvstore.types.results import MissReason
@@ -148,12 +150,15 @@ def test_a_client_that_leaves_in_the_middle_lets_go_of_the_memory(lab: PlaneLab,
     assert record.piece.holders == 1
 
 
+COUNT = 12
+
+
 def begun(lab: PlaneLab, engine: DriveEngine) -> tuple[LabClient, list[bytes], list[bytes], Connection]:
-    """A GET of 8 MiB from memory, over a socket that takes little, after its first frame was made."""
-    client, keys, values = stored(lab, [MiB] * 8)
+    """A GET of 12 MiB from memory, over a socket that takes little, after its first frames were made."""
+    client, keys, values = stored(lab, [MiB] * COUNT)
     assert all(engine.cache.find(ref_of(engine).salt, key) for key in keys)
     (held,) = [one for one in lab.plane._connections if one.client is not None]
-    held.channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    held.channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * KiB)
     client.start_get(NS, keys, deadline_ns=10 * SECOND_NS)
     lab.turn_until(lambda: held.channel.pending_bytes > 0)
     assert isinstance(held.call, MemoryCall)
@@ -172,21 +177,21 @@ def holders(engine: DriveEngine) -> list[int]:
 
 def test_a_long_read_from_memory_holds_no_more_than_its_frames(lab: PlaneLab, engine: DriveEngine) -> None:
     client, _, values, held = begun(lab, engine)
-    assert holders(engine).count(2) <= 3
-    assert client.end_get() == (bytes(8), dict(enumerate(values)))
-    assert holders(engine) == [1] * 8
+    assert holders(engine).count(2) <= MEMORY_READ_BYTES_MAX // MiB < COUNT
+    assert client.end_get() == (bytes(COUNT), dict(enumerate(values)))
+    assert holders(engine) == [1] * COUNT
     assert held.call is None
 
 
 def test_what_left_memory_meanwhile_comes_from_the_drive(lab: PlaneLab, engine: DriveEngine) -> None:
     client, keys, values, _ = begun(lab, engine)
     salt = ref_of(engine).salt
-    for key in keys[3:6]:
+    for key in keys[9:11]:
         engine.cache.forget(salt, key)
     reads = engine.metrics.read_records
-    assert client.end_get() == (bytes(8), dict(enumerate(values)))
-    assert engine.metrics.read_records == reads + 3
-    assert client.get(NS, keys) == (bytes(8), dict(enumerate(values))), "the connection goes on"
+    assert client.end_get() == (bytes(COUNT), dict(enumerate(values)))
+    assert engine.metrics.read_records == reads + 2
+    assert client.get(NS, keys) == (bytes(COUNT), dict(enumerate(values))), "the connection goes on"
 
 
 def test_what_was_dropped_meanwhile_is_a_miss(lab: PlaneLab, engine: DriveEngine) -> None:
@@ -194,8 +199,8 @@ def test_what_was_dropped_meanwhile_is_a_miss(lab: PlaneLab, engine: DriveEngine
     lab.client(client_id=b"D" * 16).call(Drop(namespace=NS), End)
     statuses, found = client.end_get()
     sent = statuses.count(0)
-    assert 2 <= sent < 8
-    assert statuses == bytes(sent) + bytes([MissReason.ABSENT]) * (8 - sent)
+    assert 2 <= sent < COUNT
+    assert statuses == bytes(sent) + bytes([MissReason.ABSENT]) * (COUNT - sent)
     assert found == dict(enumerate(values[:sent]))
 
 
@@ -212,11 +217,75 @@ def test_a_long_read_from_memory_that_ends_early_gives_all_back(lab: PlaneLab, e
             lab.clock_ns = 11 * SECOND_NS
         statuses, found = client.end_get()
         sent = statuses.count(0)
-        assert statuses == bytes(sent) + bytes([MissReason.DEADLINE]) * (8 - sent)
+        assert statuses == bytes(sent) + bytes([MissReason.DEADLINE]) * (COUNT - sent)
         assert found == dict(enumerate(values[:sent]))
         lab.clock_ns = 0
-        assert client.get(NS, keys) == (bytes(8), dict(enumerate(values))), "the connection goes on"
-    assert holders(engine) == [1] * 8
+        assert client.get(NS, keys) == (bytes(COUNT), dict(enumerate(values))), "the connection goes on"
+    assert holders(engine) == [1] * COUNT
+
+
+# --- sending while the loop waits -----------------------------------------------------------------------------------
+@pytest.fixture(params=["lent", "a turn for each part"])
+def kind(request: pytest.FixtureRequest, lab: PlaneLab, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of a loop."""
+    if request.param != "lent":
+        monkeypatch.setattr(outflow, "IS_COMPILED", False)
+        assert Loop().outflow is None
+        lab.loop.outflow = None
+    return str(request.param)
+
+
+@pytest.mark.parametrize("sizes", [[MiB] * 12, [64 * KiB] * 180, [MiB, 5, 900 * KiB, 0, MiB, 2 * MiB]])
+def test_reads_are_answered_alike(lab: PlaneLab, kind: str, sizes: list[int]) -> None:
+    client, keys, values = stored(lab, sizes)
+    (held,) = [one for one in lab.plane._connections if one.client is not None]
+    held.channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * KiB)
+    for _ in range(2):
+        assert client.get(NS, keys) == (bytes(len(keys)), dict(enumerate(values)))
+    assert not held.is_blocked
+    assert held.channel.pending_bytes == 0
+    assert not any(lab.loop.outflow.sent_bytes(held.channel.fileno()) for _ in "1" if lab.loop.outflow)
+
+
+def test_what_has_gone_out_is_counted_while_it_is_lent(lab: PlaneLab, kind: str) -> None:
+    client, keys, _ = stored(lab, [MiB] * 12)
+    (held,) = [one for one in lab.plane._connections if one.client is not None]
+    client.start_get(NS, keys)
+    lab.turn_until(lambda: held.is_blocked)
+    seen = {held.channel.pending_bytes}
+    moved = held.channel.progress
+    assert moved is not None
+    total = 0
+    while total < 3 * MiB:
+        total += len(client.channel.connected.recv(256 * KiB))
+        lab.turn()
+        seen.add(held.channel.pending_bytes)
+    after = held.channel.progress
+    assert after is not None
+    assert after - moved > MiB, "the peer is seen to read"
+    assert len(seen) > 3
+    assert (held.channel._outflow is not None) is (kind == "lent")
+
+
+@pytest.mark.parametrize("how", ["leaves", "cancels"])
+def test_who_goes_while_it_is_lent_gets_nothing_more_and_all_is_given_back(
+    lab: PlaneLab, engine: DriveEngine, kind: str, how: str
+) -> None:
+    client, keys, values = stored(lab, [MiB] * 12)
+    (held,) = [one for one in lab.plane._connections if one.client is not None]
+    client.start_get(NS, keys)
+    lab.turn_until(lambda: held.is_blocked)
+    assert held.channel.pending_bytes > FRAME_AIM_BYTES
+    if how == "leaves":
+        client.channel.close()
+        lab.turn_until(lambda: held.is_closed)
+    else:
+        client.send(Cancel(), held.session.request_id)
+        statuses, found = client.end_get()
+        assert 0 < statuses.count(0) < 12
+        assert found == {at: values[at] for at in range(statuses.count(0))}
+        assert client.get(NS, keys) == (bytes(12), dict(enumerate(values)))
+    assert all(one.piece is None or one.piece.holders == 1 for one in engine.cache.at.values())
 
 
 def test_a_client_may_not_end_its_put_that_way(lab: PlaneLab) -> None:

@@ -21,6 +21,7 @@ from kvstore.limits import (
     REGION_DESCRIPTORS_WAITING_MAX,
     REGIONS_MAX,
     REGIONS_PER_CONNECTION_MAX,
+    SECOND_NS,
     SLICE_BYTES_MAX,
     KiB,
     MiB,
@@ -102,7 +103,7 @@ class SocketJoint:
     def close(self) -> None:
         self._client.close()
         self.node.close()
-        self.mapped.close()
+        self.mapped.close(within_ns=10 * SECOND_NS)
 
     def _take(self, frame: Frame) -> None:
         self.arrived += frame.slices

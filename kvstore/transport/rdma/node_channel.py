@@ -128,7 +128,7 @@ class RdmaNodeChannel(TcpNodeChannel):
     @property
     def pending_bytes(self) -> int:
         """As `Channel.pending_bytes`, with what the device has not moved yet."""
-        return self.writer.pending_bytes + self._moving_bytes
+        return super().pending_bytes + self._moving_bytes
 
     # --- PlaceChannel -------------------------------------------------------------------------------------------------
     @property

@@ -1,0 +1,16 @@
+"""Types of the compiled outflow, _outflow.c; `outflow.py` describes it."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvstore.types.buffers import Buffer
+
+INTERFACE: Final[int]
+VECTORS_MAX: Final[int]
+
+class Outflow:
+    def __init__(self, epoll: int, /) -> None: ...
+    def lend(self, socket: int, buffers: Sequence[Buffer], leave_bytes: int, /) -> None: ...
+    def sent_bytes(self, socket: int, /) -> int: ...
+    def take_back(self, socket: int, /) -> int: ...
+    def wait(self, timeout_ns: int, /) -> list[tuple[int, int]]: ...
