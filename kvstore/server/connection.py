@@ -325,10 +325,11 @@ class Connection:
         self._lend()
 
     def _lend(self) -> None:
-        """The loop sends what is queued while it waits; all of it, or until some more is wanted behind it."""
+        """The loop sends what is queued while it waits; first until more is wanted behind it, then the rest."""
         outflow = self._plane.loop.outflow
         if outflow is not None and not self.is_closed:
-            self.channel.lend(outflow, leave_bytes=FRAME_AIM_BYTES - 1 if self._has_output() else 0)
+            is_much = self.channel.writer.pending_bytes >= FRAME_AIM_BYTES
+            self.channel.lend(outflow, leave_bytes=FRAME_AIM_BYTES - 1 if is_much and self.call is not None else 0)
 
     @property
     def can_answer_at_once(self) -> bool:
