@@ -38,11 +38,13 @@ class IoOp:
         flow: class tag, for the order in the dispatch queue.
         error: errno-carrying OSError after completion, else None.
         owner: whatever the submitter wants back, typically a callable or a continuation object.
-        extent_count: how many operations of the drive it is; see `scattered.ScatteredRead`.
+        extent_count, faults: how many operations of the drive it is, and what became of those of them that did not come
+            whole; see `scattered.ScatteredRead`.
         is_urgent: it goes past what waits in classes; see `UrgentWrite` and `UrgentRead`.
     """
 
     extent_count: int = 1
+    faults: dict[int, tuple[int, OSError | None]] | None = None
     is_urgent: bool = False
 
     __slots__ = (

@@ -19,6 +19,8 @@ import errno
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import compress
+from operator import add
 from typing import Final, Protocol
 
 from kvstore.device.base import Device, IoKind, IoOp
@@ -43,6 +45,7 @@ _WRITE: Final = IoKind.WRITE
 _BACKGROUND: Final = FlowClass.BACKGROUND
 
 FLOWS: Final = tuple(FlowClass)
+assert FLOWS[-1] is _BACKGROUND, "the classes before it are those that somebody waits for"
 
 
 class DispatchPolicy(Protocol):
@@ -119,8 +122,10 @@ class DispatchQueue:
         self.started_by_flow = [0] * len(FLOWS)
         self.in_flight_by_flow = [0] * len(FLOWS)
         self._queues: list[deque[IoOp]] = [deque() for _ in FLOWS]
+        self._foreground = self._queues[:_BACKGROUND]
         self._urgent: deque[IoOp] = deque()  # wait for nothing but depth
         self._reads = 0  # extents that wait, and those on the drive that somebody waits for
+        self._is_full = False  # `start` had no room: nothing changes that before an operation is queued or ends
         self._parts: set[ScatteredRead] = set()  # on the drive, of scattered reads that were cut
 
     def fileno(self) -> int:
@@ -142,19 +147,20 @@ class DispatchQueue:
         """
         if self.queued >= QUEUED_OPS_MAX:
             raise Overloaded(f"{self.queued} operations wait for the drive, the limit is {QUEUED_OPS_MAX}; retry later")
-        kind, flow = op.kind, op.flow
+        count = op.extent_count
         if op.is_urgent:
             self._urgent.append(op)
         else:
-            self._queues[flow].append(op)
+            self._queues[op.flow].append(op)
             self._waiting_bytes += op.length_bytes
-            if kind is _READ:
-                self._reads += op.extent_count
-        self.queued += op.extent_count
+            if op.kind is _READ:
+                self._reads += count
+        self.queued += count
+        self._is_full = False
 
     def start(self) -> None:
         """Send waiting operations to the drive as far as the depth allows, in one batch."""
-        if not self.queued:
+        if not self.queued or self._is_full:
             return
         room = min(self.depth - self.in_flight, self.queued)
         waiting_bytes = self._waiting_bytes
@@ -166,10 +172,13 @@ class DispatchQueue:
         else:
             bytes_max = DRIVE_WRITE_BYTES_QUIET_MAX
         bytes_room = bytes_left = bytes_max - self.in_flight_bytes
-        if self._is_shared():
+        is_shared = self._is_shared()
+        if is_shared:
             self._pace.shared(now_ns)
         urgent = self._urgent
         if room <= 0 or (bytes_room <= 0 and not urgent):
+            # the bound of writes grows with time, and how long ago several classes used the drive is noted in each turn
+            self._is_full = self._reads > 0 and not is_shared
             return
         batch: list[IoOp] = []
         started, in_flight = self.started_by_flow, self.in_flight_by_flow
@@ -184,7 +193,7 @@ class DispatchQueue:
             room -= 1
             total += 1
         queues = self._queues
-        waiting = [flow for flow in FLOWS if queues[flow]]
+        waiting = list(compress(FLOWS, queues))
         pick = self.policy.pick if len(waiting) > 1 else None
         flow = waiting[0] if waiting else _BACKGROUND
         kept_bytes = self._pace.kept_back(waiting_bytes, bytes_left) if self._reads else 0
@@ -216,8 +225,8 @@ class DispatchQueue:
     def _is_shared(self) -> bool:
         """Whether several flow classes use the drive. Nobody waits for what is read in the background, as a scrub does
         every second: it never makes the drive a shared one."""
-        classes = zip(FLOWS, self._queues, self.in_flight_by_flow, strict=True)
-        return sum(1 for flow, queue, count in classes if (queue or count) and flow is not _BACKGROUND) > 1
+        users = list(map(add, map(len, self._foreground), self.in_flight_by_flow))
+        return users.count(0) < len(users) - 1
 
     def _cut(self, queue: deque[IoOp], room: int, bytes_room: int) -> IoOp:
         """Take of the first operation, a scattered read, what fits: all that is left of it, or a part."""
@@ -251,6 +260,7 @@ class DispatchQueue:
         """Collect completions, start more; returns what completed, with `error` and `done_bytes` set. Never blocks."""
         done = self.device.poll()
         if done:
+            self._is_full = False
             now_ns = self._clock()
             self._account(done, now_ns)
             stands = self.queued > 0 and not self.in_flight
@@ -265,29 +275,26 @@ class DispatchQueue:
 
     def _account(self, done: Sequence[IoOp], now_ns: int) -> None:
         """Count what completed; operations that went to the drive together and came back together, at once."""
-        in_flight = self.in_flight_by_flow
-        bytes_done = failed = total = 0
-        first = done[0]
-        kind, flow, submitted_ns = first.kind, first.flow, first.submitted_ns
-        count = moved = 0
+        bytes_done = failed = total = reads = count = moved = 0
+        kind, flow, submitted_ns, is_awaited = done[0].kind, done[0].flow, -1, False
         for op in done:
-            bytes_done += op.length_bytes
-            extents = op.extent_count
-            total += extents
-            if op.kind is _READ and op.flow is not _BACKGROUND:
-                self._reads -= extents
-                self._read_ns = now_ns
-            if op.error is not None:
-                failed += 1
-                in_flight[op.flow] -= 1
-                self._count_error(op.error, now_ns)
-                continue
-            if op.kind is not kind or op.flow is not flow or op.submitted_ns != submitted_ns:
+            if op.submitted_ns != submitted_ns or op.flow is not flow or op.kind is not kind:
                 if count:
                     self._count_done(kind, flow, count, moved, now_ns - submitted_ns)
                 kind, flow, submitted_ns = op.kind, op.flow, op.submitted_ns
+                is_awaited = kind is _READ and flow is not _BACKGROUND
                 count = moved = 0
-            if isinstance(op, ScatteredRead) and op.faults:
+            bytes_done += op.length_bytes
+            extents = op.extent_count
+            total += extents
+            if is_awaited:
+                reads += extents
+            if op.error is not None:
+                failed += 1
+                self.in_flight_by_flow[flow] -= 1
+                self._count_error(op.error, now_ns)
+                continue
+            if op.faults:
                 bad = self._count_faults(op, now_ns)
                 failed += bad
                 extents -= bad
@@ -295,12 +302,15 @@ class DispatchQueue:
             moved += op.done_bytes
         if count:
             self._count_done(kind, flow, count, moved, now_ns - submitted_ns)
+        if reads:
+            self._reads -= reads
+            self._read_ns = now_ns
         self.in_flight -= total
         self.in_flight_bytes -= bytes_done
         if failed < total:
             self._note(self.health.note_success(now_ns))
 
-    def _count_faults(self, op: ScatteredRead, now_ns: int) -> int:
+    def _count_faults(self, op: IoOp, now_ns: int) -> int:
         """Count the extents that failed; how many there were."""
         errors = [error for _, error in (op.faults or {}).values() if error is not None]
         self.in_flight_by_flow[op.flow] -= len(errors)
@@ -338,6 +348,7 @@ class DispatchQueue:
 
     def drain(self) -> list[IoOp]:
         """Take back everything that waits and was never started, for a shutdown; what is in flight goes on."""
+        self._is_full = False
         batch = list(self._urgent)
         self._urgent.clear()
         for queue in self._queues:

@@ -54,7 +54,7 @@ class ScatteredRead(IoOp):
         self.offsets = offsets
         self.lengths = lengths
         self.extent_count = len(offsets)
-        self.faults: dict[int, tuple[int, OSError | None]] | None = None
+        self.faults = None
         self.whole: ScatteredRead | None = None
         self.first = self.begun = self.begun_bytes = self._parts = 0
 

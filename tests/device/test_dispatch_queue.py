@@ -214,6 +214,26 @@ def test_still_more_while_nobody_has_read_for_a_while(monkeypatch: pytest.Monkey
     device.close()
 
 
+def test_writes_that_had_no_room_go_when_nobody_has_read_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "DRIVE_WRITE_BYTES_IN_FLIGHT_MAX", 2 * PAGE)
+    monkeypatch.setattr(dispatch, "DRIVE_WRITE_BYTES_QUIET_MAX", 5 * PAGE)
+    device = FaultyDevice(MemoryDevice(size_bytes=MIB))
+    now_ns = limits.DRIVE_QUIET_NS
+    queue = DispatchQueue(device, 100, clock=lambda: now_ns)
+    queue.submit(reads(1, FlowClass.DECODE_READ)[0])
+    while queue.queued or queue.in_flight:
+        queue.pump()
+    device.hold()
+    for at in range(9):
+        queue.submit(IoOp(IoKind.WRITE, at * PAGE, [aligned(PAGE)], flow=FlowClass.WRITEBACK))
+    for wait_ns, found in ((0, 2), (limits.DRIVE_QUIET_NS - 1, 2), (1, 5)):
+        now_ns += wait_ns
+        queue.start()
+        assert queue.in_flight == found, "nothing was queued and nothing ended"
+    device.release()
+    device.close()
+
+
 def test_a_victims_index_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "DRIVE_WRITE_BYTES_QUIET_MAX", 2 * PAGE)
     device = FaultyDevice(MemoryDevice(size_bytes=MIB))
@@ -351,6 +371,70 @@ def test_scattered_reads_come_back_once_and_right(
     assert queue.in_flight_by_flow == [0] * len(FLOWS)
     assert (queue.in_flight, queue.in_flight_bytes, queue.queued) == (0, 0, 0)
     device.close()
+
+
+class AskingQueue(DispatchQueue):
+    """Looks for room whenever it is asked to start something."""
+
+    def start(self) -> None:
+        self._is_full = False
+        super().start()
+
+
+@given(
+    script=st.lists(
+        st.tuples(
+            st.sampled_from(["read", "write", "urgent", "scattered", "start", "pump", "drain"]),
+            st.integers(0, 4),
+            st.integers(1, 5),
+        ),
+        min_size=40,
+        max_size=80,
+    ),
+    flows=st.sampled_from([FLOWS[:1], (FlowClass.DECODE_READ, FlowClass.BACKGROUND), FLOWS]),
+    step_ns=st.sampled_from([limits.MS_NS, limits.SECOND_NS // 3, 4 * limits.SECOND_NS]),
+    depth=st.integers(1, 8),
+)
+def test_a_full_drive_is_asked_again_when_that_can_matter(
+    script: list[tuple[str, int, int]], flows: tuple[FlowClass, ...], step_ns: int, depth: int
+) -> None:
+    """What goes to the drive, and when, is as if each `start` looked for room."""
+    told: list[list[object]] = []
+    for kind_of_queue in (DispatchQueue, AskingQueue):
+        device = FaultyDevice(MemoryDevice(size_bytes=MIB), seed=1)
+        device.hold()
+        now = [limits.SECOND_NS]
+        queue = kind_of_queue(device, depth, clock=lambda now=now: now[0])
+        seen: list[object] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pace, "DRIVE_BYTES_AT_FIRST", PAGE)
+            patch.setattr(pace, "DRIVE_BYTES_IN_FLIGHT_MAX", 6 * PAGE)
+            patch.setattr(pace, "DRIVE_BYTES_IN_GROUPS_MAX", 12 * PAGE)
+            patch.setattr(pace, "DRIVE_LAST_GROUP_BYTES", 3 * PAGE)
+            patch.setattr(dispatch, "DRIVE_WRITE_BYTES_IN_FLIGHT_MAX", 8 * PAGE)
+            patch.setattr(dispatch, "DRIVE_WRITE_BYTES_QUIET_MAX", 16 * PAGE)
+            for number, (step, which, pages) in enumerate(script):
+                now[0] += step_ns
+                flow = flows[which % len(flows)]
+                if step == "start":
+                    for _ in range(pages):
+                        queue.start()
+                        now[0] += step_ns
+                elif step == "pump":
+                    device.release(pages)
+                    seen.append([op.owner for op in queue.pump()])
+                elif step == "drain":
+                    seen.append([op.owner for op in queue.drain()])
+                elif step == "scattered":
+                    queue.submit(scattered([(at, 1) for at in range(pages)], flow, number))
+                elif step == "urgent":
+                    queue.submit(UrgentWrite(0, [aligned(PAGE)], flow=flow, owner=number))
+                else:
+                    queue.submit(IoOp(IoKind(step), 0, [aligned(pages * PAGE)], flow=flow, owner=number))
+                seen.append((queue.in_flight, queue.in_flight_bytes, queue.queued, vars(queue._pace).copy()))
+        told.append(seen)
+        device.close()
+    assert told[0] == told[1]
 
 
 def test_classes_take_turns(drive: FaultyDevice) -> None:
