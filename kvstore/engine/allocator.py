@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 # bound once: reading a member of an enum costs as much as ten other attribute reads, and each turn asks
 _FREE: Final = int(SegmentState.FREE)
+_SEALED: Final = int(SegmentState.SEALED)
 _UNALLOCATED: Final = int(SegmentState.UNALLOCATED)
 
 
@@ -163,11 +164,11 @@ class Allocator:
 
     def keep_spare_room(self) -> None:
         """While no segment is free, puts leave room for what the next eviction keeps."""
-        scarce = self.table.in_state_count[SegmentState.SEALED] and not self.free_count()
+        scarce = self.table.in_state_count[_SEALED] and not self.free_count()
         self.move_pages = self.spare_pages if scarce else 0
 
     def _free_segment(self) -> int | None:
-        if self.table.in_state_count[SegmentState.FREE]:  # the scan costs 30 us, and puts that wait ask in every turn
+        if self.table.in_state_count[_FREE]:  # the scan costs 30 us, and puts that wait ask in every turn
             return int(self.table.in_state(SegmentState.FREE)[0])
         if self.allocated_segments() >= self.segments_max:
             return None

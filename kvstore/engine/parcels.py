@@ -203,7 +203,7 @@ class Parcels:
                 del flights[location]
         # from here on the segments may be evicted: these are the bytes of those that they were
         segments = parcel.segments
-        parcel.generations = {segment: int(table.generation[segment]) for segment in set(segments)}
+        parcel.generations = table.generations_of(segments)
         table.release_all(segments)
         loader.operations -= len(segments)
         if request.closed:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -55,6 +55,10 @@ from kvstore.types.flow import FlowClass
 from kvstore.types.results import Refused, RefusedReason
 
 _log = logging.getLogger(__name__)
+
+# bound once: reading a member of an enum costs as much as ten other attribute reads, and each turn asks
+_BAD: Final = int(SegmentState.BAD)
+_BACKGROUND: Final = FlowClass.BACKGROUND
 
 
 class DriveQueue(Protocol):
@@ -316,7 +320,7 @@ class Store:
         """Move everything that can move: completions, placing, the log, eviction."""
         later: list[IoOp] = []
         for op in self._queue.pump():
-            if op.flow is FlowClass.BACKGROUND:
+            if op.flow is _BACKGROUND:
                 later.append(op)
             else:
                 op.owner(op)
@@ -351,7 +355,7 @@ class Store:
     def next_timer_ns(self) -> int | None:
         """When `poll` has something to do even if no operation completes."""
         sweeps = self.writer.pending or self.allocator.next_retry_ns() is not None or self.log.failed is not None
-        sweeps = sweeps or self.table.in_state_count[SegmentState.BAD] > 0 or self.allocator.failed is not None
+        sweeps = sweeps or self.table.in_state_count[_BAD] > 0 or self.allocator.failed is not None
         times = [self._next_sweep_ns] if sweeps else []
         for due_ns in (self.writer.next_timer_ns(), self.scrubber.next_timer_ns()):
             if due_ns is not None:

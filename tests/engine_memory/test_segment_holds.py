@@ -47,6 +47,10 @@ class Holds(RuleBasedStateMachine):
         self.singles.append(segment)
         self.held[segment] += 1
 
+    @rule(segment=SEGMENTS, generation=st.integers(0, 2**64 - 1))
+    def begin(self, segment: int, generation: int) -> None:
+        self.table.generation[segment] = generation
+
     @rule(segments=st.lists(SEGMENTS, min_size=1, max_size=6))
     def hold_all(self, segments: list[int]) -> None:
         self.table.hold_all(segments)
@@ -88,6 +92,8 @@ class Holds(RuleBasedStateMachine):
         held = [bool(self.held[segment]) for segment in range(COUNT)]
         assert [self.table.is_held(segment) for segment in range(COUNT)] == held
         assert self.table.held().tolist() == held
+        twice = [*range(COUNT), *range(COUNT)]
+        assert self.table.generations_of(twice) == dict(enumerate(self.table.generation.tolist()))
 
 
 TestHolds = Holds.TestCase
