@@ -89,7 +89,7 @@ class Ledger:
         self.tombstone_bytes = 0
         self.graves = graves
         self._tombstones: dict[int, list[bytes]] = {}
-        self._forgotten: dict[int, list[U64]] = {}  # index keys of what was evicted, until its segment is erased
+        self._forgotten: dict[int, list[U64]] = {}  # index keys of what lay in victims, until they are erased
         self._log: Log | None = None
 
     def attach(self, log: Log) -> None:
@@ -229,7 +229,7 @@ class Ledger:
         self._bury(ref, keys[gone], locations[gone], Reason.DELETE, logged, is_told=True)
 
     def _may_return(self, keys: U64) -> Bools:
-        """Which were evicted from a segment that is still to be erased: they would be back if the program ended now."""
+        """Which lay in a victim that is still to be erased: they would be back if the program ended now."""
         found = np.zeros(len(keys), dtype=np.bool_)
         for evicted in self._forgotten.values():
             for some in evicted:
@@ -340,9 +340,11 @@ class Ledger:
             pages = np.bincount(which, weights=entries["pages"][gone])
             records = np.bincount(which)
             segment = location_segment(int(locations[0]))
-            self._forgotten.setdefault(segment, []).append(keys[gone])
             for space, page_count, count in zip(found.tolist(), pages.tolist(), records.tolist(), strict=True):
                 self._count(segment, space, -int(page_count), -count)
+        if len(keys):
+            # those that were moved, too: where they lie now may be evicted, and erased, while the victim cannot be
+            self._forgotten.setdefault(location_segment(int(locations[0])), []).append(keys)
         self.watcher.removed(keys[gone], locations[gone])
         return gone
 

@@ -299,7 +299,7 @@ class MemoryCall(Call):
     BYTES_MAX: ClassVar = MEMORY_READ_BYTES_MAX
     """Of what is taken at a time."""
 
-    __slots__ = ("_at", "_count", "_engine", "_keys", "_metrics", "_namespace", "_records", "_step")
+    __slots__ = ("_at", "_count", "_engine", "_keys", "_metrics", "_namespace", "_records", "_sent_bytes", "_step")
 
     def __init__(
         self,
@@ -322,6 +322,7 @@ class MemoryCall(Call):
         self._records: Sequence[CachedItem] | None = records
         self._step = len(records)  # how many were taken at a time
         self._at = 0
+        self._sent_bytes: int | None = None  # of the connection, when it was seen to be overdue
 
     def has_output(self) -> bool:
         return not self.over
@@ -377,7 +378,12 @@ class MemoryCall(Call):
         end_read(self, bytes(self._at) + bytes([OPEN]) * (self._count - self._at))
 
     def overdue(self) -> None:
-        self.close_unread()
+        """One who reads on, however slowly, is told of the end behind what is queued."""
+        before, self._sent_bytes = self._sent_bytes, self.connection.channel.sent_bytes
+        if before is not None and self._sent_bytes > before:
+            self.cancel()
+        else:
+            self.close_unread()
 
     def release(self) -> None:
         records, self._records = self._records, None

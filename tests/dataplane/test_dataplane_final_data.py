@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -265,6 +266,31 @@ def test_what_has_gone_out_is_counted_while_it_is_lent(lab: PlaneLab, kind: str)
     assert after - moved > MiB, "the peer is seen to read"
     assert len(seen) > 3
     assert (held.channel._outflow is not None) is (kind == "lent")
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["reads on", "reads nothing"])
+def test_a_read_past_its_deadline_ends_behind_what_is_queued_for_who_reads_on(
+    lab: PlaneLab, engine: DriveEngine, kind: str, reads: bool
+) -> None:
+    client, keys, _ = stored(lab, [MiB] * 12)
+    (held,) = [one for one in lab.plane._connections if one.client is not None]
+    client.start_get(NS, keys, deadline_ns=SECOND_NS)
+    lab.turn_until(lambda: held.is_blocked)
+    start, came = time.monotonic(), 0
+    connected = client.channel.connected
+    while held.call is not None and not held.is_closed:
+        lab.clock_ns += SECOND_NS // 20
+        lab.turn()
+        if reads:
+            with contextlib.suppress(BlockingIOError):
+                came += len(connected.recv(16 * KiB))
+        assert time.monotonic() - start < 20
+    assert held.is_closed is not reads
+    if reads:
+        assert came < 4 * MiB, "the deadline ended it, not its last byte"
+        assert held.channel.pending_bytes > 0, "END stands behind what is queued"
+    else:
+        assert all(one.piece is None or one.piece.holders == 1 for one in engine.cache.at.values())
 
 
 @pytest.mark.parametrize("how", ["leaves", "cancels"])

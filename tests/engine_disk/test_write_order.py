@@ -231,6 +231,36 @@ def test_what_was_evicted_and_then_deleted_does_not_come_back_from_a_victim_that
     assert again.get(ref, key_of(evicted[1])) == payload_of(evicted[1]), "the victim is as it was"
 
 
+def test_what_was_moved_out_of_a_victim_that_is_not_erased_and_then_evicted_and_deleted_does_not_come_back() -> None:
+    rig, gate, ref = rig_of(20)
+    victim = location_segment(rig.location(ref, key_of(0)))
+    start = rig.store.table.offset(victim)
+    end = start + rig.store.table.segment_bytes
+    gate.inject(Fault(action=FaultAction.ERROR, kind=IoKind.WRITE, start=start, end=end, times=None))
+    keys = index_keys(ref, key_of(0))
+    rig.catalog.pin(rig.catalog.index.find_many(keys))
+    job.start(rig.store.reclaimer.evict(victim))
+    rig.settle()
+    assert rig.store.table.state[victim] == SegmentState.BAD
+    moved_to = location_segment(rig.location(ref, key_of(0)))
+    assert moved_to != victim
+    rig.catalog.unpin(keys)
+    rig.store.appender.open_segment()
+    rig.settle()
+    rig.ledger.tick += 100
+    job.start(rig.store.reclaimer.evict(moved_to))
+    rig.settle()
+    while rig.location(ref, key_of(0)):
+        rig.ledger.tick += 100
+        rig.store.appender.open_segment()
+        rig.settle()
+        job.start(rig.store.reclaimer.evict(location_segment(rig.location(ref, key_of(0)))))
+        rig.settle()
+    assert rig.store.table.state[moved_to] == SegmentState.FREE
+    assert rig.delete(ref, [key_of(0)]) == bytes([MissReason.ABSENT])
+    assert crashed(rig, gate).get(ref, key_of(0)) is None
+
+
 def test_a_victim_that_could_not_be_erased_is_erased_later_and_what_was_kept_for_it_goes() -> None:
     rig, gate, ref = rig_of(20)
     victim = location_segment(rig.location(ref, key_of(0)))
