@@ -22,6 +22,7 @@ from kvstore.limits import (
     REGIONS_PER_CLIENT_MAX,
     REGIONS_PER_CONNECTION_MAX,
     REGIONS_SHARE_OF_FILES,
+    SECOND_NS,
 )
 from kvstore.transport.regions import RegionTable
 from kvstore.transport.shm import Peer, open_memory
@@ -101,7 +102,7 @@ class MappedMemory:
         self._count(length_bytes, 1, peer)
         return self._unmapper.lend(mapped, partial(self._count, -length_bytes, -1, peer))
 
-    def close(self, *, within_ns: int) -> None:
+    def close(self, *, within_ns: int = 10 * SECOND_NS) -> None:
         """Unmaps what is not used any more, as far as that is done `within_ns`. Idempotent."""
         self._unmapper.close(within_ns=within_ns)
 
